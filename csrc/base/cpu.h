@@ -1,0 +1,33 @@
+/* What this processor can do, and the floating-point state our kernels rely on. */
+#ifndef FS_BASE_CPU_H
+#define FS_BASE_CPU_H
+
+#include <stdint.h>
+
+#include "status.h"
+
+typedef enum fs_isa { FS_ISA_BASELINE = 0, FS_ISA_AVX2, FS_ISA_AVX512, FS_ISA_NEON, FS_ISA_COUNT } fs_isa;
+
+/* "baseline", "avx2", "avx512", "neon". */
+const char *fs_isa_name(fs_isa isa);
+
+/* True if this processor and system run kernels of isa (decided by features, never by vendor). */
+int fs_isa_runs_here(fs_isa isa);
+
+/* The best instruction set that runs here, or the one FLATSHARD_CPU names. FS_EINVAL if that name is
+ * unknown, FS_EUNSUPPORTED if this processor lacks it. */
+FS_NODISCARD fs_status
+fs_isa_choose(fs_isa *out);
+
+/* Processors this process may use: the affinity mask, capped by the cgroup's CPU quota; >= 1. */
+unsigned fs_cpu_count(void);
+
+/* Saved floating-point control word (MXCSR, FPCR). */
+typedef uint64_t fs_fp_state;
+
+/* Sets round-to-nearest with subnormals kept (another library may have turned them off for this
+ * thread) and returns the state to restore. Every entry from Python and every pool worker does. */
+fs_fp_state fs_fp_enter(void);
+void fs_fp_leave(fs_fp_state saved);
+
+#endif

@@ -1,0 +1,27 @@
+#include "env.h"
+
+#include <stdlib.h>
+
+static const fs_env_entry table[] = {
+    {"FLATSHARD_CPU", "instruction set of the kernels: baseline, avx2, avx512 or neon"},
+    {"FLATSHARD_THREADS", "compute threads of each rank"},
+    {"FLATSHARD_LOG", "level of the logger 'flatshard' (debug, info, warning, error); 'all:LEVEL' for every rank"},
+    {"FLATSHARD_TIMEOUT", "seconds until a wait for other ranks raises"},
+    {"FLATSHARD_REPORT_AFTER", "seconds until a wait for other ranks is reported in the log"},
+    {"FLATSHARD_BLAS", "path of the CBLAS library to load instead of scipy-openblas32"},
+    {"FLATSHARD_JOB", "set by 'flatshard launch': how the ranks of a job find each other"},
+    {NULL, NULL},
+};
+
+const fs_env_entry *
+fs_env_table(void)
+{
+    return table;
+}
+
+const char *
+fs_env_get(const char *name)
+{
+    const char *value = getenv(name);
+    return value != NULL && value[0] != '\0' ? value : NULL;
+}

@@ -1,0 +1,77 @@
+/* What the files of the binding share. The only folder that knows Python.
+ *
+ * A method is: parse, check, take buffers, note the caller's line, release the GIL, ONE call of the
+ * core, take the GIL, release the buffers, turn the status into an exception. Nothing that can wait
+ * runs with the GIL held. */
+#ifndef FS_BINDING_BINDING_H
+#define FS_BINDING_BINDING_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+
+#include "../base/dtype.h"
+#include "../base/status.h"
+#include "../comm/comm.h"
+
+/* Each file of the binding adds its types and functions here, called once by module.c. */
+int fs_py_add_core(PyObject *module);    /* py_core.c: env, cpu, build, gemm library */
+int fs_py_add_kernels(PyObject *module); /* py_kernels.c: device table, for tests and benchmarks */
+int fs_py_add_world(PyObject *module);   /* py_world.c: Job, World, collectives */
+int fs_py_add_shards(PyObject *module);  /* py_shards.c: Shards, step */
+int fs_py_add_llama(PyObject *module);   /* py_llama.c */
+int fs_py_add_io(PyObject *module);      /* py_io.c: safetensors, checkpoints */
+
+/* The one place that turns a status into an exception: sets it and returns NULL. world may be NULL; it
+ * is where FS_ABORTED finds its cause and report. */
+PyObject *fs_raise(fs_status status, fs_world *world);
+
+/* NumPy, wrapped so that its C API stays in py_numpy.c. -------------------------------------------- */
+
+/* An array that a call reads or writes. Holds a reference until fs_array_drop. */
+typedef struct fs_buffer {
+    PyObject *array; /* owner */
+    void *data;
+    fs_dtype dtype;
+    size_t n; /* elements */
+    size_t dims_n;
+    size_t dims[32];
+} fs_buffer;
+
+/* Takes an array as it is: C-contiguous, aligned, native byte order, one of our dtypes, writeable if
+ * asked. Anything else is a TypeError or ValueError that names arg; never a copy. */
+int fs_buffer_take(PyObject *object, const char *arg, bool writeable, fs_buffer *out);
+/* The same, and of this dtype. */
+int fs_buffer_take_dtype(PyObject *object, const char *arg, bool writeable, fs_dtype dtype,
+                         fs_buffer *out);
+void fs_buffer_drop(fs_buffer *buffer);
+
+/* A new array that owns its memory. */
+PyObject *fs_array_new(fs_dtype dtype, size_t dims_n, const size_t *dims, void **out_data);
+/* A view of memory that base (stolen) keeps alive. */
+PyObject *fs_array_view(fs_dtype dtype, size_t dims_n, const size_t *dims, void *data, bool writeable,
+                        PyObject *base);
+/* "float32", "bfloat16" or a NumPy dtype object -> fs_dtype; sets an exception on failure. */
+int fs_dtype_take(PyObject *object, fs_dtype *out);
+/* Called once by module.c. */
+int fs_numpy_import(void);
+
+/* Notes the Python line of the caller for reports, releases the GIL around call, saves and restores the
+ * floating-point state, takes the GIL. Use: FS_CALL(world, status, fs_barrier(world)); */
+void fs_note_caller(fs_world *world);
+#define FS_CALL(world, status, call)            \
+    do {                                        \
+        fs_note_caller(world);                  \
+        Py_BEGIN_ALLOW_THREADS                  \
+        fs_fp_state fs_call_fp_ = fs_fp_enter(); \
+        (status) = (call);                      \
+        fs_fp_leave(fs_call_fp_);               \
+        Py_END_ALLOW_THREADS                    \
+    } while (0)
+
+/* The C objects behind Python objects, for the other files; NULL with an exception when closed. */
+fs_world *fs_py_world_get(PyObject *world);
+struct fs_shards;
+struct fs_shards *fs_py_shards_get(PyObject *shards);
+
+#endif

@@ -1,0 +1,41 @@
+/* flatshard._core: the module object. Types and functions live in the other files of this folder. */
+#include "binding.h"
+
+static int
+add_all(PyObject *module)
+{
+    static int (*const parts[])(PyObject *) = {
+        fs_py_add_core,
+    };
+    if (fs_numpy_import() < 0) {
+        return -1;
+    }
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+        if (parts[i](module) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, (void *)add_all},
+#if PY_VERSION_HEX >= 0x030c0000
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "flatshard._core",
+    .m_doc = "The C core of flatshard. Private: use the flatshard package.",
+    .m_size = 0,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC
+PyInit__core(void)
+{
+    return PyModuleDef_Init(&definition);
+}

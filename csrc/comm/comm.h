@@ -1,0 +1,217 @@
+/* A job, its worlds, and the only ways to wait: fs_wait, fs_meet, fs_show.
+ *
+ * A job is the ranks' shared fate: one abort cause, what each rank is doing now, liveness. A world is
+ * some of its ranks with a gate. A region is a stretch of the job's data file: every rank's block at
+ * base + rank * stride, touched by the rank that pays for it. Ranks are processes or threads; only
+ * fs_job_threads and fs_job_join know which. */
+#ifndef FS_COMM_COMM_H
+#define FS_COMM_COMM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../base/arena.h"
+#include "../base/dtype.h"
+#include "../base/status.h"
+#include "../device/device.h"
+
+typedef struct fs_job fs_job;
+typedef struct fs_world fs_world;
+typedef struct fs_region fs_region;
+
+#define FS_RANKS_MAX 1024
+
+// ---- cause --------------------------------------------------------------------------------------
+
+typedef enum fs_cause_kind {
+    FS_CAUSE_NONE = 0,
+    FS_CAUSE_DIED,        /* a rank's process ended without leaving */
+    FS_CAUSE_LEFT,        /* a rank closed its world or ended by an exception while others wait */
+    FS_CAUSE_TIMEOUT,     /* a rank did not come in time */
+    FS_CAUSE_MISMATCH,    /* ranks called different operations, sizes, dtypes */
+    FS_CAUSE_INTERRUPTED, /* Ctrl-C in a rank */
+    FS_CAUSE_ERROR        /* a rank failed inside an operation of ours */
+} fs_cause_kind;
+
+/* Why the job was aborted: the first cause wins, and stays. */
+typedef struct fs_cause {
+    fs_cause_kind kind;
+    int rank;   /* the culprit (died, left, timeout, mismatch, interrupted, error) */
+    int64_t pid; /* of the culprit, 0 if unknown */
+} fs_cause;
+
+fs_cause fs_job_cause(const fs_job *job);
+
+/* Formats who arrived, who did not, each rank's operation, unit, step and Python line, and the cause.
+ * Text stored by fs_job_leave appears here. Always ends the text with NUL. */
+void fs_job_report(const fs_job *job, char *buffer, size_t nbytes);
+
+// ---- job and world ------------------------------------------------------------------------------
+
+typedef struct fs_deadlines {
+    double timeout_s;      /* raise after this long in one wait */
+    double report_after_s; /* queue a report for the logger after this long in one wait */
+} fs_deadlines;
+
+/* A job of n ranks that are threads of this process. Each thread then opens its world. */
+FS_NODISCARD fs_status
+fs_job_threads(int n, fs_job **out);
+
+/* How processes find each other; see job.c. All strings are copied. */
+typedef struct fs_join {
+    int rank, size;
+    const char *name;  /* unique per job, user and restart */
+    int inherited_fd;  /* a rendezvous descriptor given by the launcher, or -1 */
+    double timeout_s;
+} fs_join;
+
+/* Joins a job of processes of this host. Every rank of the job must call it. */
+FS_NODISCARD fs_status
+fs_job_join(const fs_join *join, fs_job **out);
+
+/* Marks the calling rank as gone, with a reason (an exception's text, or NULL for a clean end):
+ * peers that wait for it raise at once. Called by close, by atexit, and by a rank thread's finally. */
+void fs_job_leave(fs_job *job, int rank, const char *reason);
+
+/* Drops one reference; the last one unmaps. Never waits; does nothing in a forked child. */
+void fs_job_close(fs_job *job);
+
+/* The world of all ranks of the job, seen from rank. Takes a reference on the job. Collective.
+ * exec: device table and threads for sums in collectives; the world keeps the pointer. */
+FS_NODISCARD fs_status
+fs_world_open(fs_job *job, int rank, const fs_exec *exec, const fs_deadlines *deadlines,
+              fs_world **out);
+
+/* A world of the ranks that passed the same color, ordered by key, then rank. Collective. */
+FS_NODISCARD fs_status
+fs_world_split(fs_world *world, int64_t color, int64_t key, fs_world **out);
+
+/* Leaves (if nobody did) and frees. Never waits. NULL is fine. */
+void fs_world_close(fs_world *world);
+
+int fs_world_rank(const fs_world *world);
+int fs_world_size(const fs_world *world);
+fs_job *fs_world_job(const fs_world *world);
+const fs_exec *fs_world_exec(const fs_world *world);
+fs_ledger *fs_world_ledger(fs_world *world);
+/* True where ranks are threads of one process. */
+bool fs_world_is_threads(const fs_world *world);
+/* FS_OK, FS_ABORTED (poisoned), or FS_ESTATE (closed, or used after fork). */
+FS_NODISCARD fs_status
+fs_world_usable(const fs_world *world);
+
+// ---- what this rank is doing --------------------------------------------------------------------
+
+/* Stored before any call that may wait; everyone may read it. Strings are copied (and cut). */
+void fs_world_note_line(fs_world *world, const char *file, int line);
+void fs_world_note_unit(fs_world *world, const char *unit, int64_t step);
+
+/* Asked in every wait of the rank's main thread; true = stop waiting with FS_CAUSE_INTERRUPTED.
+ * The binding runs Python's signal handlers here. */
+typedef bool (*fs_interrupted)(void *ctx);
+void fs_world_set_interrupted(fs_world *world, fs_interrupted interrupted, void *ctx);
+
+/* Messages for the logger, queued by C and drained by Python: false when the queue is empty. */
+bool fs_world_next_event(fs_world *world, char *buffer, size_t nbytes);
+
+// ---- waiting ------------------------------------------------------------------------------------
+
+#define FS_NOSIG 1u /* Ctrl-C is remembered, not obeyed, during this wait */
+
+/* True when the wait is over. Called often, from the waiting thread; must not block. */
+typedef bool (*fs_condition)(void *ctx);
+
+/* The only wait: condition? idle hooks (this rank's ready reduces)? abort, liveness, deadline,
+ * Ctrl-C? spin a few microseconds where cores are free, then sleep in slices of 10 ms. */
+FS_NODISCARD fs_status
+fs_wait(fs_world *world, fs_condition condition, void *ctx, unsigned flags);
+
+/* Wakes ranks that sleep in fs_wait, after a shared counter moved. */
+void fs_bell(fs_world *world);
+
+/* Work that every wait of this rank does first. Hooks run on the waiting thread, must not wait. */
+typedef fs_status (*fs_idle)(void *ctx);
+FS_NODISCARD fs_status
+fs_world_add_idle(fs_world *world, fs_idle idle, void *ctx);
+void fs_world_remove_idle(fs_world *world, fs_idle idle, void *ctx);
+
+/* What is compared at a fence; a difference is FS_CAUSE_MISMATCH on all ranks, naming both. */
+typedef enum fs_op {
+    FS_OP_BARRIER = 1, FS_OP_ALL_GATHER, FS_OP_REDUCE_SCATTER, FS_OP_ALL_REDUCE, FS_OP_BROADCAST,
+    FS_OP_ALL_TO_ALL, FS_OP_SPLIT, FS_OP_REGION, FS_OP_OPEN, FS_OP_SETTLE, FS_OP_AGREE,
+    FS_OP_UPDATE, FS_OP_PUBLISH, FS_OP_STORE, FS_OP_SAVE, FS_OP_LOAD, FS_OP_HASH, FS_OP_LOSS,
+    FS_OP_CLOSE
+} fs_op;
+
+typedef struct fs_what {
+    fs_op op;
+    int32_t dtype;   /* fs_dtype, or -1 */
+    int32_t root;    /* root rank or reduce op, or -1 */
+    uint64_t nbytes; /* or any number that must be equal on all ranks */
+    uint64_t tag;    /* likewise: a hash */
+} fs_what;
+
+#define FS_PAYLOAD_NBYTES 64
+typedef union fs_payload {
+    unsigned char bytes[FS_PAYLOAD_NBYTES];
+    uint64_t u[8];
+    int64_t i[8];
+    double d[8];
+} fs_payload;
+
+/* The only fence: barrier, comparison of what, and all-gather of 64 bytes. mine may be NULL (zeros);
+ * all (size entries) may be NULL. On FS_ABORTED nothing was agreed, on any rank. */
+FS_NODISCARD fs_status
+fs_meet(fs_world *world, const fs_what *what, const fs_payload *mine, fs_payload *all,
+        unsigned flags);
+
+// ---- regions ------------------------------------------------------------------------------------
+
+/* World memory: stride bytes for each rank (page rounded; equal on all ranks), zeroed. Collective;
+ * fails on all ranks if one fails. Room is checked against cgroup, limits and system before it is
+ * taken: FS_EBUDGET. name appears in errors. */
+FS_NODISCARD fs_status
+fs_region_open(fs_world *world, const char *name, size_t stride_nbytes, fs_region **out);
+
+/* The block of a rank; block(0) + size * stride is one mapping. Valid until close. */
+unsigned char *fs_region_block(const fs_region *region, int rank);
+size_t fs_region_stride(const fs_region *region);
+
+/* Local; the last rank's close gives the memory back. Never waits. NULL is fine. A view handed to
+ * Python holds a reference (retain/release), and outlives close. */
+void fs_region_close(fs_region *region);
+void fs_region_retain(fs_region *region);
+
+// ---- collectives --------------------------------------------------------------------------------
+
+/* Private or world memory, any count; sums of bf16 and fp16 in fp32 in rank order, rounded once;
+ * mean divides before that rounding; integers wrap, and mean of integers is FS_EINVAL.
+ * counts: size element counts, or NULL for equal counts of n. In place where said. */
+
+/* out: concatenation of every rank's in (counts[r] elements). */
+FS_NODISCARD fs_status
+fs_all_gather(fs_world *world, fs_dtype dtype, const void *in, size_t n, const size_t *counts,
+              void *out);
+/* in: sum of counts elements; out: this rank's counts[rank] of the reduction. */
+FS_NODISCARD fs_status
+fs_reduce_scatter(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *in,
+                  const size_t *counts, void *out);
+/* inout may be the same memory. */
+FS_NODISCARD fs_status
+fs_all_reduce(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *in, void *out, size_t n);
+FS_NODISCARD fs_status
+fs_broadcast(fs_world *world, fs_dtype dtype, int root, void *inout, size_t n);
+/* Block r of in (n elements) goes to rank r; block r of out came from rank r. */
+FS_NODISCARD fs_status
+fs_all_to_all(fs_world *world, fs_dtype dtype, const void *in, size_t n, void *out);
+FS_NODISCARD fs_status
+fs_barrier(fs_world *world);
+
+/* Test hook: every fs_wait of this process first sleeps a seeded random time up to max_us; 0 = off. */
+void fs_wait_set_delay(uint32_t seed, uint32_t max_us);
+/* Test hook: the nth fs_wait of this process from now on does what (1 = SIGKILL to itself, 2 =
+ * SIGSTOP, 3 = fails as if interrupted); 0 = off. Returns the number of waits since the last call. */
+size_t fs_wait_fault_at(size_t nth, int what);
+
+#endif

@@ -1,0 +1,150 @@
+/* The one table of whole-array operations.
+ *
+ * A CPU fills it once per instruction set (each kernel source is compiled for every set, see
+ * isa.h), CUDA fills it once. An operation owns its parallelism: it cuts its work on a fixed grid
+ * and hands the tasks to exec->pool, so results never depend on the number of threads. Operations
+ * cannot fail (arguments are checked by the caller), do not allocate, and do not call libm.
+ *
+ * Element arithmetic is that of base/math.h: separate multiply and add, round to nearest even, no
+ * flush to zero except where math.h says so. Given equal inputs every filling of the table gives
+ * equal bits for: convert, sum, update, sumsq. The model's operations promise equal bits for any
+ * number of threads of one filling. */
+#ifndef FS_DEVICE_DEVICE_H
+#define FS_DEVICE_DEVICE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../base/cpu.h"
+#include "../base/dtype.h"
+#include "../base/status.h"
+#include "../base/threads.h"
+#include "model_ops.h"
+
+#define FS_DEVICE_MAGIC 0x66736476u /* "fsdv" */
+#define FS_DEVICE_ABI 1u
+
+/* Elements of one tile: load, rule and store work on this many fp32 values in L1. Also the grid of
+ * fp64 partial sums: one partial per tile, added in index order. */
+#define FS_TILE_N 1024
+
+typedef struct fs_device fs_device;
+
+/* Where operations run: a table and a rank's compute threads. Owner: the world of the rank. */
+typedef struct fs_exec {
+    const fs_device *device;
+    fs_pool *pool; /* may be NULL: serial */
+} fs_exec;
+
+// ---- sum over ranks -----------------------------------------------------------------------------
+
+/* acc = (accumulate ? acc : 0) + sum over r in rank order of src[r], summed in fp32 (fp64 for fp64
+ * sources), stored in acc_dtype. A NULL source is a rank without a gradient. One pass also gives the
+ * fp64 sum of squares of what was written (squares in fp64: no overflow at 1e30, no loss at 1e-30)
+ * and whether all of it is finite. */
+typedef struct fs_sum {
+    const void *const *src; /* src_n pointers to n elements of src_dtype; entries may be NULL */
+    size_t src_n;
+    fs_dtype src_dtype;
+    void *acc; /* n elements of acc_dtype; not overlapping any source */
+    fs_dtype acc_dtype;
+    bool accumulate;
+    size_t n;
+    double sumsq; /* out */
+    bool finite;  /* out */
+} fs_sum;
+
+// ---- optimizer update ---------------------------------------------------------------------------
+
+typedef enum fs_rule { FS_RULE_SGD = 0, FS_RULE_ADAM = 1, FS_RULE_ADAMW = 2, FS_RULE_COUNT } fs_rule;
+
+/* Hyperparameters of one parameter in one step. Each scalar is computed in fp64 on the host from the
+ * parameter's own step count and rounded once to fp32 (optim.c). */
+typedef struct fs_hyper {
+    fs_rule rule;
+    float lr;
+    float decay;          /* SGD, ADAM: weight_decay (L2, added to the gradient); ADAMW: 1 - lr * weight_decay */
+    float beta1, beta2;   /* SGD: beta1 is the momentum */
+    float one_minus_beta1, one_minus_beta2; /* rounded from fp64: 1.0f - 0.9f != (float)0.1 */
+    float eps;
+    float step_size;      /* lr / (1 - beta1^t) */
+    float inv_sqrt_bc2;   /* 1 / sqrt(1 - beta2^t) */
+    bool nesterov;
+    bool first;           /* SGD with momentum: the first step sets the buffer to the gradient */
+} fs_hyper;
+
+/* One segment of one parameter. The master weight is read and written where there is one, else
+ * weight itself (of weight_dtype) is; weight receives the new value rounded to nearest even. */
+typedef struct fs_update {
+    fs_hyper hyper;
+    float grad_scale; /* clip / (count * loss scale): multiplied into the gradient on load */
+    const void *grad; /* n of grad_dtype */
+    fs_dtype grad_dtype;
+    float *master;      /* n, or NULL: weight is the master */
+    void *weight;       /* n of weight_dtype; NULL: not this rank's to write (then state alone moves) */
+    const void *weight_read; /* used when weight and master are NULL: the old weight, read only */
+    fs_dtype weight_dtype;
+    void *moment1; /* n of moment_dtype; NULL where the rule has none */
+    void *moment2;
+    fs_dtype moment_dtype;
+    size_t n;
+} fs_update;
+
+// ---- GEMM ---------------------------------------------------------------------------------------
+
+/* C[m,n] = A[m,k] B[k,n] + beta C, row-major fp32, leading dimensions in elements; trans_x says that
+ * the operand is stored transposed. beta is 0 (C may hold anything, NaN included) or 1. Cut on a
+ * fixed grid of FS_GEMM_ROWS rows of C; each tile is one single-threaded BLAS call. */
+#define FS_GEMM_ROWS 512
+typedef struct fs_gemm {
+    bool trans_a, trans_b;
+    size_t m, n, k;
+    const float *a;
+    size_t lda;
+    const float *b;
+    size_t ldb;
+    float beta;
+    float *c;
+    size_t ldc;
+} fs_gemm;
+
+// ---- the table ----------------------------------------------------------------------------------
+
+struct fs_device {
+    uint32_t magic, abi, struct_nbytes;
+    const char *build_id; /* of the sources; a plugin of another build is refused */
+    const char *name;     /* "cpu/avx512" */
+
+    /* dst = src; ranges must not overlap. The one user of streaming stores: fenced before return. */
+    void (*copy)(const fs_exec *exec, void *dst, const void *src, size_t nbytes);
+    /* dst[i] = src[i] converted, round to nearest even, NaN kept quiet; fp32, fp64, bf16, fp16. */
+    void (*convert)(const fs_exec *exec, void *dst, fs_dtype dst_dtype, const void *src,
+                    fs_dtype src_dtype, size_t n);
+    void (*sum)(const fs_exec *exec, fs_sum *sum);
+    void (*update)(const fs_exec *exec, const fs_update *update);
+    /* fp64 sum of squares of n elements: the grid and order of sum. */
+    double (*sumsq)(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n);
+    /* First element that is not finite, or n. */
+    size_t (*find_nonfinite)(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n);
+    /* out = (acc op src) element by element for collectives; integers wrap. op: see fs_reduce_op. */
+    void (*combine)(const fs_exec *exec, int op, fs_dtype dtype, void *acc, const void *src, size_t n);
+    void (*gemm)(const fs_exec *exec, const fs_gemm *gemm);
+    fs_model_ops model;
+};
+
+/* op of combine; also the op of the public collectives (mean is sum, then scale). */
+typedef enum fs_reduce_op { FS_SUM = 0, FS_MEAN = 1, FS_MAX = 2, FS_MIN = 3 } fs_reduce_op;
+
+/* The CPU's table for isa. FS_EUNSUPPORTED if it was not compiled in or does not run here. */
+FS_NODISCARD fs_status
+fs_device_cpu(fs_isa isa, const fs_device **out);
+
+/* Loads the CBLAS library that gemm uses (symbols cblas_sgemm or scipy_cblas_sgemm), once per process,
+ * and sets it to one thread. Calls of gemm before this are a fault. Thread-safe. path: a shared
+ * library. out_description (may be NULL): library and core name, valid for the process's life. */
+FS_NODISCARD fs_status
+fs_gemm_load(const char *path, const char **out_description);
+bool fs_gemm_is_loaded(void);
+
+#endif

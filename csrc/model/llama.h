@@ -1,0 +1,81 @@
+/* Llama-family models (Llama, Mistral, Granite) over shards: forward, backward, loss, generation.
+ * One call per micro-batch does all computing and all unit traffic. */
+#ifndef FS_MODEL_LLAMA_H
+#define FS_MODEL_LLAMA_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../shard/shard.h"
+
+typedef enum fs_rope_kind { FS_ROPE_PLAIN = 0, FS_ROPE_LINEAR, FS_ROPE_LLAMA3 } fs_rope_kind;
+
+/* A checked configuration; the names are those of Hugging Face's config.json where it has one. */
+typedef struct fs_llama_config {
+    size_t vocab_size, hidden_size, intermediate_size;
+    size_t num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim;
+    size_t max_position_embeddings;
+    size_t sliding_window; /* 0: none (Mistral) */
+    double rms_norm_eps, rope_theta;
+    fs_rope_kind rope_kind;
+    double rope_factor, rope_low_freq_factor, rope_high_freq_factor;
+    size_t rope_original_max_position;
+    bool attention_bias, mlp_bias, tie_word_embeddings;
+    /* Granite's multipliers; 1 and 1/sqrt(head_dim) for the others. */
+    double embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling;
+} fs_llama_config;
+
+/* Ranges that forward relies on; FS_EINVAL names the field, what it is, and what it may be. */
+FS_NODISCARD fs_status
+fs_llama_check(const fs_llama_config *config);
+
+/* Fills caller-freed (fs_free of *out_names_block, *out_params, *out_units) definitions for
+ * fs_layout_make: units embed, layers.0 .. layers.L-1, head; Hugging Face names. Order of publishing:
+ * head, layers from the last to the first, embedding. */
+typedef struct fs_llama_defs {
+    fs_param_def *params;
+    int params_n;
+    fs_unit_def *units;
+    int units_n;
+    char *names; /* storage of the strings above */
+} fs_llama_defs;
+FS_NODISCARD fs_status
+fs_llama_define(const fs_llama_config *config, fs_llama_defs *out);
+void fs_llama_defs_free(fs_llama_defs *defs);
+
+typedef struct fs_llama fs_llama;
+
+/* shards must come from fs_llama_define of the same config; kept by pointer, not owned. */
+FS_NODISCARD fs_status
+fs_llama_open(const fs_llama_config *config, fs_shards *shards, bool checkpointing, fs_llama **out);
+void fs_llama_close(fs_llama *llama);
+
+/* Adds what forward_backward of (batch, length) will hold to plan. */
+FS_NODISCARD fs_status
+fs_llama_plan(const fs_llama_config *config, const fs_layout *layout, const fs_policy *policy,
+              bool checkpointing, size_t batch, size_t length, fs_ledger *plan);
+
+/* Scaled truncation-free init on the host by a counter-based generator (Philox): element i of parameter
+ * p depends on (seed, p, i) alone. Norms 1, biases 0, linear and embedding weights normal with
+ * std (0.02 unless given); projections into the residual stream / sqrt(2 * layers). Collective. */
+FS_NODISCARD fs_status
+fs_llama_init(fs_llama *llama, uint64_t seed, double std);
+
+typedef struct fs_loss {
+    double sum;     /* of token losses of this rank, nats */
+    int64_t tokens; /* targets that are not -100 */
+} fs_loss;
+
+/* tokens, targets: (batch, length) int32, ids below vocab_size, targets -100 = ignored. Gradients of
+ * the token SUM are published unit by unit; keep_local as in fs_grad_publish; count < 0 = tokens. */
+FS_NODISCARD fs_status
+fs_llama_forward_backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, size_t batch,
+                          size_t length, int64_t count, bool keep_local, fs_loss *out);
+
+/* Forward only. logits may be NULL, else (batch, length, vocab_size) fp32. targets may be NULL. */
+FS_NODISCARD fs_status
+fs_llama_forward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, size_t batch,
+                 size_t length, float *logits, fs_loss *out);
+
+#endif

@@ -1,0 +1,1 @@
+"""Sharded training in C."""
