@@ -12,6 +12,7 @@
 
 #include "../base/dtype.h"
 #include "../base/status.h"
+#include "../base/cpu.h"
 #include "../comm/comm.h"
 
 /* Each file of the binding adds its types and functions here, called once by module.c. */

@@ -1,0 +1,111 @@
+/* The one place that turns a status into a Python exception. */
+#include "binding.h"
+
+#include <errno.h>
+#include <string.h>
+
+/* Until csrc/comm is linked in; its commit removes these four lines. */
+fs_cause fs_job_cause(const fs_job *job) __attribute__((weak));
+void fs_job_report(const fs_job *job, char *buffer, size_t nbytes) __attribute__((weak));
+fs_job *fs_world_job(const fs_world *world) __attribute__((weak));
+int fs_world_rank(const fs_world *world) __attribute__((weak));
+
+/* A class of flatshard.errors; new reference, NULL with an exception set. */
+static PyObject *
+error_class(const char *name)
+{
+    PyObject *errors = PyImport_ImportModule("flatshard.errors");
+    if (errors == NULL) {
+        return NULL;
+    }
+    PyObject *found = PyObject_GetAttrString(errors, name);
+    Py_DECREF(errors);
+    return found;
+}
+
+static void
+raise_ours(const char *name, const char *text)
+{
+    PyObject *type = error_class(name);
+    if (type != NULL) {
+        PyErr_SetString(type, text);
+        Py_DECREF(type);
+    }
+}
+
+/* What ended the job, as the exception that names it. */
+static void
+raise_cause(fs_world *world)
+{
+    static const char *const names[] = {
+        [FS_CAUSE_NONE] = "WorldError",         [FS_CAUSE_DIED] = "PeerLost",
+        [FS_CAUSE_LEFT] = "PeerLost",           [FS_CAUSE_TIMEOUT] = "CollectiveTimeout",
+        [FS_CAUSE_MISMATCH] = "CollectiveMismatch", [FS_CAUSE_INTERRUPTED] = "PeerLost",
+        [FS_CAUSE_ERROR] = "PeerLost",
+    };
+    fs_cause cause = fs_job_cause(fs_world_job(world));
+    if (cause.kind == FS_CAUSE_INTERRUPTED && cause.rank == fs_world_rank(world)) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetNone(PyExc_KeyboardInterrupt);
+        }
+        return;
+    }
+    char report[FS_MESSAGE_NBYTES];
+    fs_job_report(fs_world_job(world), report, sizeof report);
+    raise_ours(names[cause.kind], report);
+}
+
+PyObject *
+fs_raise(fs_status status, fs_world *world)
+{
+    if (PyErr_Occurred()) {
+        return NULL; /* a signal handler raised during the wait: that exception is the answer */
+    }
+    const char *text = fs_status_message();
+    switch (status) {
+    case FS_EINVAL:
+        PyErr_SetString(PyExc_ValueError, text);
+        break;
+    case FS_ETYPE:
+        PyErr_SetString(PyExc_TypeError, text);
+        break;
+    case FS_ENOMEM:
+        PyErr_SetString(PyExc_MemoryError, text);
+        break;
+    case FS_EBUDGET:
+        raise_ours("MemoryBudgetError", text);
+        break;
+    case FS_ESYS: {
+        PyObject *arguments = Py_BuildValue("(is)", fs_status_errno(), text);
+        if (arguments != NULL) {
+            PyErr_SetObject(PyExc_OSError, arguments);
+            Py_DECREF(arguments);
+        }
+        break;
+    }
+    case FS_ABORTED:
+        if (world != NULL) {
+            raise_cause(world);
+        } else {
+            raise_ours("WorldError", text);
+        }
+        break;
+    case FS_ECORRUPT:
+        raise_ours("CheckpointError", text);
+        break;
+    case FS_EUNSUPPORTED:
+        PyErr_SetString(PyExc_NotImplementedError, text);
+        break;
+    case FS_ENONFINITE:
+        raise_ours("NonFiniteError", text);
+        break;
+    case FS_ESTATE:
+        PyErr_SetString(PyExc_RuntimeError, text);
+        break;
+    case FS_OK:
+    case FS_EINTERNAL:
+        PyErr_Format(PyExc_SystemError, "flatshard: internal fault: %s", text);
+        break;
+    }
+    return NULL;
+}

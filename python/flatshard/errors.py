@@ -1,0 +1,51 @@
+"""The exceptions of flatshard. Everything else it raises is a built-in one."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "ConfigError",
+    "FlatshardError",
+    "MemoryBudgetError",
+    "NonFiniteError",
+    "PeerLost",
+    "WorldError",
+]
+
+
+class FlatshardError(Exception):
+    """Base of every exception that is flatshard's own."""
+
+
+class WorldError(FlatshardError):
+    """The job of this world is over for every rank: close the world and build a new one."""
+
+
+class PeerLost(WorldError, ConnectionError):
+    """A rank died, left or failed while others needed it. The text names it and what it was doing."""
+
+
+class CollectiveTimeout(WorldError, TimeoutError):
+    """A rank did not come within the deadline. The text says who came, who did not, and where they are."""
+
+
+class CollectiveMismatch(WorldError):
+    """Ranks called different operations, sizes or dtypes at one fence. The text names both."""
+
+
+class CheckpointError(FlatshardError):
+    """A checkpoint is missing, damaged, or of another model. The text names what and where."""
+
+
+class ConfigError(FlatshardError, ValueError):
+    """A configuration says something that is unknown, contradictory or not offered."""
+
+
+class NonFiniteError(FlatshardError, ArithmeticError):
+    """Too many steps in a row were skipped because gradients were not finite."""
+
+
+class MemoryBudgetError(FlatshardError, MemoryError):
+    """What was asked for would not fit, found before anything was allocated. The text has the table."""
