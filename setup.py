@@ -1,13 +1,35 @@
-"""Builds flatshard._core. Plain setuptools; see pyproject.toml for everything that is not C."""
+"""Builds flatshard._core from csrc/. Everything that is not C stands in pyproject.toml.
 
+Plain setuptools, with a build_ext of our own that compiles sources in parallel, keeps one folder of
+objects per set of flags, and compiles again only what is older than a file it included.
+
+Variables read here, all optional:
+
+    CC, CFLAGS, LDFLAGS        as everywhere; our own flags come after them
+    FLATSHARD_WERROR=1         warnings on, and errors
+    FLATSHARD_DEBUG=1          for a debugger: -Og -g3
+    FLATSHARD_SANITIZE=LIST    gcc or clang sanitizers, e.g. address,undefined
+    FLATSHARD_THREADS_ONLY=1   leaves out worlds of processes, as on systems other than Linux
+"""
+
+import concurrent.futures
 import glob
+import hashlib
 import os
+import re
+import shutil
+import subprocess
 import sys
+import tempfile
 
-import numpy
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, PlatformError
 
-# Ours come last: flags injected through CFLAGS must not change arithmetic.
+WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wstrict-prototypes", "-Werror"]
+
+# Ours come last: flags injected through CFLAGS must not change arithmetic. Kernels choose their
+# instruction set with pragmas in the source, so one set of flags serves every file.
 CFLAGS = [
     "-std=c11",
     "-O3",
@@ -18,17 +40,229 @@ CFLAGS = [
     "-fvisibility=hidden",
     "-pthread",
 ]
-if os.environ.get("FLATSHARD_WERROR") == "1":
-    CFLAGS += ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wstrict-prototypes", "-Werror"]
 
+# Flags that would make the linker add start-up code which turns subnormal numbers off for the whole
+# process, or that no later flag takes back.
+UNSAFE = {"-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-ffinite-math-only"}
+
+
+def switch(name):
+    """The value of a build variable; None when unset, empty or 0."""
+    value = os.environ.get(name, "")
+    return None if value in ("", "0") else value
+
+
+def build_flags():
+    """Compile flags, link flags and macros chosen by the environment."""
+    compile_args = list(CFLAGS)
+    link_args = ["-pthread"]
+    macros = []
+    if switch("FLATSHARD_WERROR"):
+        compile_args += WARNINGS
+    if switch("FLATSHARD_DEBUG"):
+        compile_args += ["-Og", "-g3"]
+    sanitizers = switch("FLATSHARD_SANITIZE")
+    if sanitizers:
+        compile_args += [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g", "-O1"]
+        link_args += [f"-fsanitize={sanitizers}"]
+    if switch("FLATSHARD_THREADS_ONLY"):
+        macros.append(("FS_THREADS_ONLY", "1"))
+    if sys.platform.startswith("linux"):
+        link_args.append("-ldl")
+    return compile_args, link_args, macros
+
+
+def build_id():
+    """A hash of every source and header, and of this file: what a plugin must match."""
+    digest = hashlib.sha256()
+    for path in ["setup.py", *sorted(glob.glob("csrc/**/*.*", recursive=True))]:
+        with open(path, "rb") as file:
+            content = file.read()
+        digest.update(f"{path.replace(os.sep, '/')} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def dependencies(depfile):
+    """Files named by a make rule that the compiler wrote (-MMD); None when there is none."""
+    try:
+        with open(depfile, encoding="utf-8", errors="surrogateescape") as file:
+            rule = file.read().replace("\\\n", " ")
+    except FileNotFoundError:
+        return None
+    _, _, names = rule.partition(": ")
+    found = re.findall(r"(?:\\.|[^\s\\])+", names)
+    return [re.sub(r"\\(.)", r"\1", name).replace("$$", "$") for name in found]
+
+
+def is_current(target, record, inputs):
+    """Is target newer than all inputs, and was it made by the same command?"""
+    try:
+        with open(target + ".cmd", encoding="utf-8", errors="surrogateescape") as file:
+            if file.read() != record:
+                return False
+        made = os.stat(target).st_mtime_ns
+        return all(os.stat(name).st_mtime_ns < made for name in inputs)
+    except OSError:
+        return False
+
+
+def write_record(target, record):
+    with open(target + ".cmd", "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(record)
+
+
+class BuildCore(build_ext):
+    """build_ext with parallel, incremental compiling and errors that say the cure."""
+
+    def build_extension(self, ext):
+        if self.compiler.compiler_type != "unix":
+            raise PlatformError(
+                "flatshard is built by gcc or clang on a Unix-like system; on Windows, build and "
+                "run it in the Windows Subsystem for Linux"
+            )
+        dropped = sorted(UNSAFE.intersection(self.compiler.compiler_so + self.compiler.linker_so))
+        if dropped:
+            print(f"flatshard: building without {' '.join(dropped)}: it would change results")
+        for name in ("preprocessor", "compiler", "compiler_so", "linker_so"):
+            words = getattr(self.compiler, name) or []
+            setattr(self.compiler, name, [word for word in words if word not in UNSAFE])
+        includes = [f"-I{path}" for path in [*ext.include_dirs, *self.include_dirs]]
+        macros = [f"-D{name}={value}" for name, value in ext.define_macros]
+        self.command = [*self.compiler.compiler_so, *macros, *includes, *ext.extra_compile_args]
+        digest = hashlib.sha256("\0".join(self.command).encode(errors="surrogateescape"))
+        self.folder = os.path.join(self.build_temp, digest.hexdigest()[:12])
+        self.id_macro = f'-DFS_BUILD_ID="{build_id()}"'
+        objects = self.compile_all(ext.sources)
+        self.link_if_older(ext, objects)
+
+    def compile_all(self, sources):
+        stale = [source for source in sources if self.force or not self.object_current(source)]
+        if stale:
+            self.check_toolchain()
+        workers = self.parallel if isinstance(self.parallel, int) else usable_cores()
+        with concurrent.futures.ThreadPoolExecutor(max_workers=workers) as pool:
+            errors = [error for error in pool.map(self.compile_one, stale) if error]
+        if errors:
+            raise CompileError("\n".join(errors))
+        return [self.object_path(source) for source in sources]
+
+    def object_path(self, source):
+        return os.path.join(self.folder, os.path.splitext(source)[0] + ".o")
+
+    def object_command(self, source):
+        """The command for one source. The build id goes only to files that use it, so that an edit
+        elsewhere does not compile everything again."""
+        with open(source, encoding="utf-8") as file:
+            macro = [self.id_macro] if "FS_BUILD_ID" in file.read() else []
+        target = self.object_path(source)
+        written = ["-MMD", "-MF", target[:-2] + ".d", "-c", source, "-o", target]
+        return [*self.command, *macro, *written]
+
+    def object_current(self, source):
+        target = self.object_path(source)
+        inputs = dependencies(target[:-2] + ".d")
+        return inputs is not None and is_current(
+            target, "\n".join(self.object_command(source)), inputs
+        )
+
+    def compile_one(self, source):
+        """Compiles one source; returns the sentence of its failure, or None."""
+        target = self.object_path(source)
+        command = self.object_command(source)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.stdout:
+            print(done.stdout, file=sys.stderr, end="", flush=True)
+        if done.returncode != 0:
+            return f"the compiler could not compile {source} (its words are above)"
+        write_record(target, "\n".join(command))
+        return None
+
+    def link_if_older(self, ext, objects):
+        library = self.get_ext_fullpath(ext.name)
+        record = "\n".join([*self.compiler.linker_so, *objects, *ext.extra_link_args])
+        stamp = os.path.join(self.build_temp, ext.name)
+        if not self.force and os.path.exists(library) and is_current(stamp, record, objects):
+            return
+        os.makedirs(os.path.dirname(library) or ".", exist_ok=True)
+        if os.path.exists(library):
+            os.unlink(library)  # a process may have it mapped: never write into it
+        self.compiler.link_shared_object(
+            objects, library, extra_postargs=ext.extra_link_args, build_temp=self.build_temp
+        )
+        with open(stamp, "w"):
+            pass
+        write_record(stamp, record)
+
+    def check_toolchain(self):
+        """Says in a sentence what is missing, before the first compile fails with a page of text."""
+        words = [word for word in self.compiler.compiler_so if not word.startswith("-")]
+        for program in words[:2] if len(words) > 1 and "ccache" in words[0] else words[:1]:
+            if shutil.which(program) is None:
+                raise CompileError(
+                    f"no C compiler: '{program}' is not on the path. Install one (Debian, Ubuntu: "
+                    "apt install build-essential; Fedora: dnf install gcc; macOS: xcode-select "
+                    "--install), or name another: CC=clang"
+                )
+        headers = [
+            (
+                "stdio.h",
+                "the C library's headers are missing (Debian, Ubuntu: apt install libc6-dev; "
+                "Fedora: dnf install glibc-devel)",
+            ),
+            (
+                "Python.h",
+                f"Python's headers are missing for {sys.executable}: install the development package "
+                f"of Python {sys.version_info[0]}.{sys.version_info[1]} (Debian, Ubuntu: apt install "
+                "python3-dev; Fedora: dnf install python3-devel), or use a Python that has them",
+            ),
+        ]
+        for header, cure in headers:
+            with tempfile.TemporaryDirectory() as folder:
+                probe = os.path.join(folder, "probe.c")
+                with open(probe, "w") as file:
+                    file.write(f"#include <{header}>\n")
+                done = subprocess.run(
+                    [*self.command, "-E", probe, "-o", os.devnull],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            if done.returncode != 0:
+                missing = re.search(rf"{re.escape(header)}.*(No such file|not found)", done.stdout)
+                raise CompileError(cure if missing else f"the C compiler fails:\n{done.stdout}")
+
+
+def usable_cores():
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def numpy_headers():
+    import numpy
+
+    return numpy.get_include()
+
+
+compile_args, link_args, macros = build_flags()
 core = Extension(
     "flatshard._core",
-    sources=sorted(glob.glob("csrc/*/*.c")),
-    depends=sorted(glob.glob("csrc/*/*.[hi]*")),
-    include_dirs=[numpy.get_include()],
-    define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"), ("NPY_TARGET_VERSION", "NPY_1_22_API_VERSION")],
-    extra_compile_args=CFLAGS,
-    extra_link_args=["-pthread"] + (["-ldl"] if sys.platform == "linux" else []),
+    sources=sorted(glob.glob("csrc/**/*.c", recursive=True)),
+    depends=sorted(
+        glob.glob("csrc/**/*.h", recursive=True) + glob.glob("csrc/**/*.inc", recursive=True)
+    ),
+    include_dirs=[numpy_headers()],
+    define_macros=[
+        ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
+        ("NPY_TARGET_VERSION", "NPY_1_22_API_VERSION"),
+        *macros,
+    ],
+    extra_compile_args=compile_args,
+    extra_link_args=link_args,
 )
 
-setup(ext_modules=[core])
+if __name__ == "__main__":
+    setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})
