@@ -1,0 +1,38 @@
+/* What C tests share: CHECK says what failed, where, and with which values, and ends the program. */
+#ifndef FS_TESTS_CHECK_H
+#define FS_TESTS_CHECK_H
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/status.h"
+
+/* condition must hold; the rest is a printf format and its values. */
+#define CHECK(condition, ...)                                                   \
+    do {                                                                        \
+        if (!(condition)) {                                                     \
+            (void)fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+            (void)fprintf(stderr, __VA_ARGS__);                                 \
+            (void)fputc('\n', stderr);                                          \
+            exit(1);                                                            \
+        }                                                                       \
+    } while (0)
+
+/* expression is a fs_status and must be FS_OK. */
+#define CHECK_OK(expression)                                                             \
+    do {                                                                                 \
+        fs_status check_status_ = (expression);                                          \
+        CHECK(check_status_ == FS_OK, #expression " gave status %d: %s", (int)check_status_, \
+              fs_status_message());                                                      \
+    } while (0)
+
+/* expression is a fs_status and must be this one. */
+#define CHECK_STATUS(expression, expected)                                               \
+    do {                                                                                 \
+        fs_status check_status_ = (expression);                                          \
+        CHECK(check_status_ == (expected), #expression " gave status %d, not %d: %s",    \
+              (int)check_status_, (int)(expected),                                       \
+              check_status_ == FS_OK ? "" : fs_status_message());                        \
+    } while (0)
+
+#endif

@@ -1,0 +1,86 @@
+"""Compiles and runs every program of tests/c: plainly, under sanitizers, and without processes."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "tests" / "c"
+DEADLINE = 900.0  # seconds for one call of make: the first compiles a whole flavour
+
+
+def declared(source: pathlib.Path, key: str) -> set[str]:
+    """Words after '// KEY:' in a source."""
+    return set(" ".join(re.findall(rf"^// {key}: *(.*)$", source.read_text(), re.M)).split())
+
+
+def cases() -> list[tuple[str, str]]:
+    """Every pair of a flavour and a program that is worth running."""
+    found = []
+    for source in sorted(FOLDER.glob("test_*.c")):
+        flavours = {"plain", "asan"} | declared(source, "sanitizers") | declared(source, "flavours")
+        found += [(flavour, source.stem) for flavour in flavours]
+    return sorted(found)
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which("make") is None:
+        pytest.fail("C tests are compiled by make, which is not on the path")
+    # make -j1 unless asked: this may run inside a make that has its own job server.
+    clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    return subprocess.run(
+        ["make", "-s", "-f", "tests/c/Makefile", f"-j{os.cpu_count() or 1}", *words],
+        cwd=ROOT,
+        env=clean,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE,
+    )
+
+
+def sanitizer_missing(flavour: str) -> str:
+    """Why this compiler cannot make programs of a flavour; empty when it can."""
+    flag = {"asan": "-fsanitize=address,undefined", "tsan": "-fsanitize=thread"}.get(flavour)
+    if flag is None:
+        return ""
+    compiler = os.environ.get("CC", "cc").split()
+    done = subprocess.run(
+        [*compiler, "-x", "c", flag, "-", "-o", os.devnull],
+        input="int main(void) { return 0; }\n",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return "" if done.returncode == 0 else f"{compiler[0]} {flag}: {done.stdout.strip()[-200:]}"
+
+
+@pytest.fixture(scope="session")
+def built() -> dict[str, str]:
+    """What building each flavour said; flavours are built when first asked for."""
+    return {}
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(("flavour", "name"), cases(), ids=lambda value: str(value))
+def test_program(flavour: str, name: str, built: dict[str, str]) -> None:
+    if flavour not in built:
+        missing = sanitizer_missing(flavour)
+        if missing and os.environ.get("CI"):
+            pytest.fail(missing)
+        if missing:
+            pytest.skip(missing)
+        tests = " ".join(program for other, program in cases() if other == flavour)
+        done = make(f"FLAVOUR={flavour}", f"TESTS={tests}", "programs")
+        built[flavour] = "" if done.returncode == 0 else done.stdout[-4000:]
+    assert built[flavour] == "", built[flavour]
+    done = make(f"FLAVOUR={flavour}", f"TESTS={name}", "run")
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_there_are_programs() -> None:
+    assert len(cases()) >= 3, "tests/c holds no program: is the tree complete?"
