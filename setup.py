@@ -45,6 +45,21 @@ CFLAGS = [
 # process, or that no later flag takes back.
 UNSAFE = {"-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-ffinite-math-only"}
 
+NO_COMPILER = (
+    "no C compiler: '{}' is not on the path. Install one (Debian, Ubuntu: apt install "
+    "build-essential; Fedora: dnf install gcc; macOS: xcode-select --install), or name another: "
+    "CC=clang"
+)
+NO_C_HEADERS = (
+    "the C library's headers are missing (Debian, Ubuntu: apt install libc6-dev; Fedora: dnf "
+    "install glibc-devel)"
+)
+NO_PYTHON_HEADERS = (
+    f"Python's headers are missing for {sys.executable}: install the development package of "
+    f"Python {sys.version_info[0]}.{sys.version_info[1]} (Debian, Ubuntu: apt install python3-dev; "
+    "Fedora: dnf install python3-devel), or use a Python that has them"
+)
+
 
 def switch(name):
     """The value of a build variable; None when unset, empty or 0."""
@@ -115,6 +130,13 @@ def write_record(target, record):
 class BuildCore(build_ext):
     """build_ext with parallel, incremental compiling and errors that say the cure."""
 
+    def run(self):
+        if self.editable_mode:
+            # An editable install gives a new temporary folder each time; objects are worth keeping.
+            name = f"temp.{self.plat_name}-{sys.implementation.cache_tag}"
+            self.build_temp = os.path.join("build", name)
+        super().run()
+
     def build_extension(self, ext):
         if self.compiler.compiler_type != "unix":
             raise PlatformError(
@@ -129,17 +151,22 @@ class BuildCore(build_ext):
             setattr(self.compiler, name, [word for word in words if word not in UNSAFE])
         includes = [f"-I{path}" for path in [*ext.include_dirs, *self.include_dirs]]
         macros = [f"-D{name}={value}" for name, value in ext.define_macros]
-        self.command = [*self.compiler.compiler_so, *macros, *includes, *ext.extra_compile_args]
-        digest = hashlib.sha256("\0".join(self.command).encode(errors="surrogateescape"))
-        self.folder = os.path.join(self.build_temp, digest.hexdigest()[:12])
+        # Only the binding sees Python's headers: the core's objects serve every Python here.
+        compiler, flags = self.compiler.compiler_so, ext.extra_compile_args
+        self.commands = {
+            False: [*compiler, *macros, *flags],
+            True: [*compiler, *macros, *includes, *flags],
+        }
         self.id_macro = f'-DFS_BUILD_ID="{build_id()}"'
+        self.folders = {}
         objects = self.compile_all(ext.sources)
         self.link_if_older(ext, objects)
 
     def compile_all(self, sources):
+        self.check_toolchain()
         stale = [source for source in sources if self.force or not self.object_current(source)]
         if stale:
-            self.check_toolchain()
+            print(f"flatshard: compiling {len(stale)} of {len(sources)} C files", flush=True)
         workers = self.parallel if isinstance(self.parallel, int) else usable_cores()
         with concurrent.futures.ThreadPoolExecutor(max_workers=workers) as pool:
             errors = [error for error in pool.map(self.compile_one, stale) if error]
@@ -148,7 +175,14 @@ class BuildCore(build_ext):
         return [self.object_path(source) for source in sources]
 
     def object_path(self, source):
-        return os.path.join(self.folder, os.path.splitext(source)[0] + ".o")
+        """Objects lie by the command and compiler that made them."""
+        binding = is_binding(source)
+        if binding not in self.folders:
+            words = [*self.commands[binding], self.compiler_version()]
+            digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape"))
+            above = os.path.dirname(self.build_temp.rstrip(os.sep))
+            self.folders[binding] = os.path.join(above, "objects", digest.hexdigest()[:12])
+        return os.path.join(self.folders[binding], os.path.splitext(source)[0] + ".o")
 
     def object_command(self, source):
         """The command for one source. The build id goes only to files that use it, so that an edit
@@ -157,7 +191,7 @@ class BuildCore(build_ext):
             macro = [self.id_macro] if "FS_BUILD_ID" in file.read() else []
         target = self.object_path(source)
         written = ["-MMD", "-MF", target[:-2] + ".d", "-c", source, "-o", target]
-        return [*self.command, *macro, *written]
+        return [*self.commands[is_binding(source)], *macro, *written]
 
     def object_current(self, source):
         target = self.object_path(source)
@@ -171,7 +205,7 @@ class BuildCore(build_ext):
         target = self.object_path(source)
         command = self.object_command(source)
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = run(command)
         if done.stdout:
             print(done.stdout, file=sys.stderr, end="", flush=True)
         if done.returncode != 0:
@@ -181,7 +215,7 @@ class BuildCore(build_ext):
 
     def link_if_older(self, ext, objects):
         library = self.get_ext_fullpath(ext.name)
-        record = "\n".join([*self.compiler.linker_so, *objects, *ext.extra_link_args])
+        record = "\n".join([*self.compiler.linker_so, library, *objects, *ext.extra_link_args])
         stamp = os.path.join(self.build_temp, ext.name)
         if not self.force and os.path.exists(library) and is_current(stamp, record, objects):
             return
@@ -196,42 +230,37 @@ class BuildCore(build_ext):
         write_record(stamp, record)
 
     def check_toolchain(self):
-        """Says in a sentence what is missing, before the first compile fails with a page of text."""
-        words = [word for word in self.compiler.compiler_so if not word.startswith("-")]
-        for program in words[:2] if len(words) > 1 and "ccache" in words[0] else words[:1]:
+        """Says in a sentence what is missing, before a compile fails with a page of text."""
+        for program in compiler_programs(self.compiler.compiler_so):
             if shutil.which(program) is None:
-                raise CompileError(
-                    f"no C compiler: '{program}' is not on the path. Install one (Debian, Ubuntu: "
-                    "apt install build-essential; Fedora: dnf install gcc; macOS: xcode-select "
-                    "--install), or name another: CC=clang"
-                )
-        headers = [
-            (
-                "stdio.h",
-                "the C library's headers are missing (Debian, Ubuntu: apt install libc6-dev; "
-                "Fedora: dnf install glibc-devel)",
-            ),
-            (
-                "Python.h",
-                f"Python's headers are missing for {sys.executable}: install the development package "
-                f"of Python {sys.version_info[0]}.{sys.version_info[1]} (Debian, Ubuntu: apt install "
-                "python3-dev; Fedora: dnf install python3-devel), or use a Python that has them",
-            ),
-        ]
-        for header, cure in headers:
+                raise CompileError(NO_COMPILER.format(program))
+        for header, cure in (("stdio.h", NO_C_HEADERS), ("Python.h", NO_PYTHON_HEADERS)):
             with tempfile.TemporaryDirectory() as folder:
                 probe = os.path.join(folder, "probe.c")
                 with open(probe, "w") as file:
                     file.write(f"#include <{header}>\n")
-                done = subprocess.run(
-                    [*self.command, "-E", probe, "-o", os.devnull],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
+                done = run([*self.commands[True], "-E", probe, "-o", os.devnull])
             if done.returncode != 0:
                 missing = re.search(rf"{re.escape(header)}.*(No such file|not found)", done.stdout)
                 raise CompileError(cure if missing else f"the C compiler fails:\n{done.stdout}")
+
+    def compiler_version(self):
+        words = compiler_programs(self.compiler.compiler_so)
+        return run([*words, "--version"]).stdout
+
+
+def run(command):
+    """Runs a command and keeps what it says, both streams together."""
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def is_binding(source):
+    return source.replace(os.sep, "/").startswith("csrc/binding/")
+
+
+def compiler_programs(command):
+    """The compiler's own name, after a cache's where there is one."""
+    return command[:2] if "ccache" in os.path.basename(command[0]) else command[:1]
 
 
 def usable_cores():
