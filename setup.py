@@ -225,6 +225,7 @@ class BuildCore(build_ext):
         self.compiler.link_shared_object(
             objects, library, extra_postargs=ext.extra_link_args, build_temp=self.build_temp
         )
+        os.makedirs(self.build_temp, exist_ok=True)
         with open(stamp, "w"):
             pass
         write_record(stamp, record)

@@ -1,0 +1,90 @@
+"""What all tests share: what is printed at the top, which tests need torch, and that nothing stays.
+
+Seeds: tests draw from `rng`, whose seed is printed; FLATSHARD_TEST_SEED repeats a run.
+"""
+
+import functools
+import os
+import pathlib
+import platform
+import re
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# Python's own helpers, which live as long as this process.
+LASTING = ("resource_tracker", "forkserver")
+
+
+@functools.cache
+def seed() -> int:
+    """The seed of this run: FLATSHARD_TEST_SEED, or a fixed one."""
+    return int(os.environ.get("FLATSHARD_TEST_SEED", "20240229"))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"flatshard: {platform.machine()}, {os.cpu_count()} cores, seed {seed()}"
+
+
+@functools.cache
+def needs_torch(path: pathlib.Path) -> bool:
+    """Does a test module import torch or transformers, at any depth of its text?"""
+    return bool(
+        re.search(
+            r"^\s*(import|from) (torch|transformers)\b|importorskip\(\s*\"(torch|transformers)",
+            path.read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if needs_torch(item.path):
+            item.add_marker("torch")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that differ from test to test and not from run to run."""
+    name = [ord(letter) for letter in request.node.nodeid]
+    return np.random.default_rng([seed(), *name])
+
+
+def children() -> dict[int, str]:
+    """Living child processes of this one: pid -> command line. Empty where /proc does not say."""
+    found = {}
+    for listing in pathlib.Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = listing.read_text().split()
+        except OSError:
+            continue
+        for pid in pids:
+            try:
+                command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(pid)] = command.decode(errors="replace").strip()
+            except OSError:
+                continue
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Fails a module whose tests leave processes behind."""
+    before = set(children())
+    yield
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        left = {
+            pid: command
+            for pid, command in children().items()
+            if pid not in before and command and not any(word in command for word in LASTING)
+        }
+        if not left:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"processes were left behind: {left}")
