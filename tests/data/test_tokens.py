@@ -332,7 +332,7 @@ def test_refused_paths(tmp_path: Path) -> None:
 
 
 def test_bad_byte_is_found_behind_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A character cut in two by a chunk is no error; a bad one is named by its place in the file."""
+    """A character cut by a chunk is no error; a bad one is named by its place in the file."""
     monkeypatch.setattr("flatshard.models.corpus.CHUNK", 4)
     file = tmp_path / "a.txt"
     file.write_bytes("äöü€".encode() * 5)

@@ -190,7 +190,7 @@ class Tokens:
         if self.sequences < world_size * batch:
             raise ConfigError(
                 f"data {corpus.source!r}: {self.sequences} sequences of {length} tokens are fewer "
-                f"than one step of {world_size} ranks x batch {batch}; lower the batch or the length"
+                f"than one step of {world_size} ranks x batch {batch}; lower batch or length"
             )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -361,7 +361,8 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A bijection of 64-bit words without visible structure. Source: Stafford 2011, variant 13."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def _hash_int(*words: int) -> int:
@@ -383,7 +384,7 @@ def _shuffle(index: NDArray[np.uint64], n: int, key: tuple[int, int]) -> NDArray
     half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half)) - 1)
     keys = [np.uint64(_hash_int(*key, turn)) for turn in range(6)]
-    out = index.copy()
+    out: NDArray[np.uint64] = index.copy()
     todo = np.ones(len(out), np.bool_)
     while todo.any():
         left, right = out[todo] >> half, out[todo] & mask
