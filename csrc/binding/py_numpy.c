@@ -173,7 +173,7 @@ to_npy_dims(size_t dims_n, const size_t *dims, npy_intp *out)
     }
     for (size_t d = 0; d < dims_n; d++) {
         if (dims[d] > (size_t)NPY_MAX_INTP) {
-            PyErr_SetString(PyExc_OverflowError, "a dimension does not fit an array");
+            PyErr_Format(PyExc_OverflowError, "%zu elements do not fit an array", dims[d]);
             return -1;
         }
         out[d] = (npy_intp)dims[d];

@@ -1,4 +1,4 @@
-/* What C tests share: CHECK says what failed, where, and with which values, and ends the program. */
+/* What C tests share: CHECK says what failed, where, with which values, and ends the program. */
 #ifndef FS_TESTS_CHECK_H
 #define FS_TESTS_CHECK_H
 
