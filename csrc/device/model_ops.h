@@ -1,15 +1,180 @@
 /* The model's operations of the device table: everything in a Llama that is not a GEMM.
- * Activations are fp32 and row-major; a row is one token. See model/llama.c for how they compose. */
+ *
+ * Activations are fp32 and row-major; a row is one token of (batch, length). "Packed" is
+ * (batch, heads, length, padded_dim): one head's rows lie together, their tail up to padded_dim (a
+ * multiple of 16) is zero. Statistics, softmax and loss are fp32 or better. Each operation cuts its
+ * work on a grid fixed by the sizes alone and adds partial sums in index order: its bits do not
+ * depend on the number of threads. Only attention uses fused multiply-add where the instruction set
+ * has it; the others give equal bits on all of them.
+ *
+ * "add" fields: false writes the gradient (it may hold anything before), true adds to it. A NULL
+ * gradient of a parameter means frozen: it is not computed. Scratch is the caller's and may hold
+ * anything. See model/forward.c and model/backward.c for how the operations compose. */
 #ifndef FS_DEVICE_MODEL_OPS_H
 #define FS_DEVICE_MODEL_OPS_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../base/dtype.h"
+
 struct fs_exec;
 
+/* Head sizes that attention takes; rows of q and k handled together. */
+#define FS_HEAD_DIM_MAX 256
+#define FS_ATTENTION_TILE 64
+#define FS_LANES 16
+
+/* head_dim rounded up to whole vectors, and length to whole tiles. */
+static inline size_t
+fs_padded_dim(size_t head_dim)
+{
+    return (head_dim + FS_LANES - 1) / FS_LANES * FS_LANES;
+}
+
+static inline size_t
+fs_padded_length(size_t length)
+{
+    return (length + FS_ATTENTION_TILE - 1) / FS_ATTENTION_TILE * FS_ATTENTION_TILE;
+}
+
+/* out[row] = scale * table[tokens[row]]. Ids are below vocab. */
+typedef struct fs_embed {
+    size_t rows, width, vocab;
+    const int32_t *tokens; /* (rows) */
+    float scale;
+    const void *table; /* (vocab, width) of table_dtype: FS_F32, FS_BF16 or FS_F16 */
+    fs_dtype table_dtype;
+    float *out; /* (rows, width) */
+} fs_embed;
+
+/* dtable[id] (+)= scale * sum of dy over the rows whose token is id, in row order. */
+typedef struct fs_embed_grad {
+    size_t rows, width, vocab;
+    const int32_t *tokens;
+    float scale;
+    const float *dy;  /* (rows, width) */
+    float *dtable;    /* (vocab, width) */
+    bool add;
+    int32_t *first;   /* scratch (vocab + 1): where an id's rows begin in sorted */
+    int32_t *sorted;  /* scratch (rows): rows by id, then by index */
+} fs_embed_grad;
+
+/* Residual and RMSNorm in one pass: sum = x + alpha * (branch + bias), then
+ * out = sum / sqrt(mean(sum^2) + eps) * weight. Without a branch sum is x and is not written. */
+typedef struct fs_norm {
+    size_t rows, width;
+    const float *x;      /* (rows, width) */
+    const float *branch; /* (rows, width) or NULL */
+    const float *bias;   /* (width) or NULL */
+    float alpha;
+    float *sum;          /* (rows, width); may be x; may be NULL without a branch */
+    const float *weight; /* (width) */
+    double eps;
+    float *out;          /* (rows, width); may be branch */
+    float *rstd;         /* (rows): 1 / sqrt(mean + eps) */
+} fs_norm;
+
+/* Rows whose share of dweight is summed together: at most this many chunks, whatever rows is. */
+#define FS_NORM_CHUNKS 64
+
+/* Backward of out = x * rstd * weight. dy holds the gradient of out on entry and out itself, made
+ * again for the weight gradients of the following GEMMs, on return. */
+typedef struct fs_norm_grad {
+    size_t rows, width;
+    const float *x, *rstd, *weight;
+    float *dy;         /* (rows, width) in and out, see above */
+    float *dx;         /* (rows, width) */
+    bool dx_add;
+    float *dweight;    /* (width) or NULL */
+    bool dweight_add;
+    float *partial;    /* scratch (FS_NORM_CHUNKS, width) */
+} fs_norm_grad;
+
+/* Between the rows of the projections and packed heads. rows is
+ * (batch * length, (q_heads + 2 * kv_heads) * head_dim): q, k, v of one token side by side. */
+typedef struct fs_heads {
+    size_t batch, length, q_heads, kv_heads, head_dim, padded_dim;
+    const float *cosines, *sines; /* (length, head_dim / 2) */
+    const float *q_bias, *k_bias, *v_bias; /* or NULL; not used by heads_grad */
+    float q_scale;       /* softmax scale, folded into q */
+    float *rows;
+    float *q, *k, *v;    /* packed */
+} fs_heads;
+
+/* Causal softmax attention over packed q, k, v (q carries the scale): token i sees tokens j <= i, and
+ * only j > i - window where window > 0. Query head h reads key head h / (q_heads / kv_heads). */
+typedef struct fs_attention {
+    size_t batch, length, q_heads, kv_heads, head_dim, padded_dim, window;
+    const float *q, *k, *v;
+    float *out;       /* (batch * length, q_heads * head_dim): written by attention, read by its grad */
+    float *lse;       /* (batch, q_heads, length) log of the sum of exponentials: likewise */
+    float *k_turned;  /* scratch (batch, kv_heads, padded_dim, padded_length) */
+    /* What follows is used by attention_grad alone. */
+    float *v_turned;     /* scratch like k_turned */
+    const float *dout;   /* like out */
+    float *dout_packed;  /* scratch (batch, q_heads, length, padded_dim) */
+    float *delta;        /* scratch (batch, q_heads, length) */
+    float *dq, *dk, *dv; /* packed; padding is zero */
+} fs_attention;
+
+/* act = silu(gate + gate_bias) * (up + up_bias). */
+typedef struct fs_swiglu {
+    size_t rows, width;
+    const float *gate_bias, *up_bias; /* (width) or NULL */
+    float *gate, *up; /* (rows, width); swiglu only reads them, swiglu_grad replaces them by their gradients */
+    float *act;       /* (rows, width); swiglu_grad: the gradient on entry, act itself on return */
+} fs_swiglu;
+
+/* Cross-entropy of rows of logits, and its gradient in place. A target of -100 is ignored: loss 0,
+ * gradient 0. logits are multiplied by scale first (1 / logits_scaling). */
+typedef struct fs_xent {
+    size_t rows, vocab;
+    float *logits;          /* (rows, vocab): replaced by the gradient of the sum when grad */
+    const int32_t *targets; /* (rows), -100 or an id below vocab */
+    float scale;
+    bool grad;
+    double *loss;           /* (rows) out: nats */
+} fs_xent;
+
+#define FS_TARGET_IGNORED (-100)
+
+/* out[c] (+)= sum over rows of x[r, c]: gradients of biases. */
+typedef struct fs_column_sum {
+    size_t rows, width, stride; /* of x, elements */
+    const float *x;
+    float *out;
+    bool add;
+} fs_column_sum;
+
+/* out[i] = std * z[first + i], z standard normal: a pure function of (seed, stream, index). */
+typedef struct fs_normal {
+    uint64_t seed;
+    uint64_t stream;
+    uint64_t first;
+    size_t n;
+    float std;
+    float *out;
+} fs_normal;
+
 typedef struct fs_model_ops {
-    void *reserved; /* filled in by the model's author */
+    void (*embed)(const struct fs_exec *exec, const fs_embed *op);
+    void (*embed_grad)(const struct fs_exec *exec, const fs_embed_grad *op);
+    void (*norm)(const struct fs_exec *exec, const fs_norm *op);
+    void (*norm_grad)(const struct fs_exec *exec, const fs_norm_grad *op);
+    void (*heads)(const struct fs_exec *exec, const fs_heads *op);
+    void (*heads_grad)(const struct fs_exec *exec, const fs_heads *op);
+    void (*attention)(const struct fs_exec *exec, const fs_attention *op);
+    void (*attention_grad)(const struct fs_exec *exec, const fs_attention *op);
+    void (*swiglu)(const struct fs_exec *exec, const fs_swiglu *op);
+    void (*swiglu_grad)(const struct fs_exec *exec, const fs_swiglu *op);
+    void (*xent)(const struct fs_exec *exec, const fs_xent *op);
+    void (*column_sum)(const struct fs_exec *exec, const fs_column_sum *op);
+    /* out[i] = alpha * x[i] + (add ? out[i] : 0) */
+    void (*scale)(const struct fs_exec *exec, float *out, const float *x, float alpha, bool add,
+                  size_t n);
+    void (*normal)(const struct fs_exec *exec, const fs_normal *op);
 } fs_model_ops;
 
 #endif
