@@ -13,8 +13,8 @@
  *      FS_MODEL_OPS_ROWS, which model.inc defines).
  *
  * What a kernel file may use: FS_ISA_FLOATS (floats in a vector register: 4, 8 or 16), base/math.h,
- * the headers below, tiles.h, vector extensions of GCC (vector_size); intrinsics only in copy.inc.
- * System headers belong here, above the pragmas. An unused static function is no warning. */
+ * the headers below, tiles.h, vector extensions of GCC (vector_size); intrinsics only in copy.inc,
+ * and for the fused multiply-add of attention.inc. System headers belong here, above the pragmas. An unused static function is no warning. */
 #ifndef FS_DEVICE_ISA_H
 #define FS_DEVICE_ISA_H
 
@@ -25,6 +25,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "../base/build.h"
