@@ -10,6 +10,7 @@ Variables read here, all optional:
     FLATSHARD_DEBUG=1          for a debugger: -Og -g3
     FLATSHARD_SANITIZE=LIST    gcc or clang sanitizers, e.g. address,undefined
     FLATSHARD_THREADS_ONLY=1   leaves out worlds of processes, as on systems other than Linux
+    FLATSHARD_MANYLINUX=1      for a wheel: links to the versions of glibc's functions of 2.28
 """
 
 import concurrent.futures
@@ -68,10 +69,11 @@ def switch(name):
 
 
 def build_flags():
-    """Compile flags, link flags and macros chosen by the environment."""
+    """Compile flags, link flags, macros and sources chosen by the environment."""
     compile_args = list(CFLAGS)
-    link_args = ["-pthread"]
+    link_args = ["-pthread", "-lm"]
     macros = []
+    sources = sorted(glob.glob("csrc/**/*.c", recursive=True))
     if switch("FLATSHARD_WERROR"):
         compile_args += WARNINGS
     if switch("FLATSHARD_DEBUG"):
@@ -82,9 +84,12 @@ def build_flags():
         link_args += [f"-fsanitize={sanitizers}"]
     if switch("FLATSHARD_THREADS_ONLY"):
         macros.append(("FS_THREADS_ONLY", "1"))
+    if switch("FLATSHARD_MANYLINUX"):
+        compile_args += ["-include", "tools/glibc_2_28.h"]
+        sources.append("tools/glibc_2_28.c")
     if sys.platform.startswith("linux"):
         link_args.append("-ldl")
-    return compile_args, link_args, macros
+    return compile_args, link_args, macros, sources
 
 
 def build_id():
@@ -277,10 +282,10 @@ def numpy_headers():
     return numpy.get_include()
 
 
-compile_args, link_args, macros = build_flags()
+compile_args, link_args, macros, sources = build_flags()
 core = Extension(
     "flatshard._core",
-    sources=sorted(glob.glob("csrc/**/*.c", recursive=True)),
+    sources=sources,
     depends=sorted(
         glob.glob("csrc/**/*.h", recursive=True) + glob.glob("csrc/**/*.inc", recursive=True)
     ),
