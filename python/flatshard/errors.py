@@ -24,11 +24,11 @@ class WorldError(FlatshardError):
 
 
 class PeerLost(WorldError, ConnectionError):
-    """A rank died, left or failed while others needed it. The text names it and what it was doing."""
+    """A rank died, left or failed while others needed it. The text says who, and what it did."""
 
 
 class CollectiveTimeout(WorldError, TimeoutError):
-    """A rank did not come within the deadline. The text says who came, who did not, and where they are."""
+    """A rank did not come within the deadline. The text says who came, who did not, and where."""
 
 
 class CollectiveMismatch(WorldError):
@@ -48,4 +48,4 @@ class NonFiniteError(FlatshardError, ArithmeticError):
 
 
 class MemoryBudgetError(FlatshardError, MemoryError):
-    """What was asked for would not fit, found before anything was allocated. The text has the table."""
+    """What was asked for would not fit, found before anything was allocated; with the table."""

@@ -25,9 +25,9 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
 }
 
-names = st.text(
-    st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=20
-).filter(lambda name: name != "__metadata__")
+names = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=20).filter(
+    lambda name: name != "__metadata__"
+)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 tensors = st.dictionaries(names, st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=8)
 metadata = st.dictionaries(
@@ -141,14 +141,17 @@ def test_header_over_several_blocks(tmp_path) -> None:
 
 def test_other_dtypes_are_read_as_entries(tmp_path) -> None:
     """Types of the format that we have no arrays for are still checked and listed."""
-    header = json.dumps({
-        "f8": {"dtype": "F8_E4M3", "shape": [3], "data_offsets": [0, 3]},
-        "bool": {"dtype": "BOOL", "shape": [2], "data_offsets": [3, 5]},
-    }).encode()
+    header = json.dumps(
+        {
+            "f8": {"dtype": "F8_E4M3", "shape": [3], "data_offsets": [0, 3]},
+            "bool": {"dtype": "BOOL", "shape": [2], "data_offsets": [3, 5]},
+        }
+    ).encode()
     path = tmp_path / "a.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(5))
     assert [entry[:3] for entry in _core.safetensors_header(path)[1]] == [
-        ("bool", "BOOL", (2,)), ("f8", "F8_E4M3", (3,)),
+        ("bool", "BOOL", (2,)),
+        ("f8", "F8_E4M3", (3,)),
     ]
 
 
