@@ -4,12 +4,6 @@
 #include <errno.h>
 #include <string.h>
 
-/* Until csrc/comm is linked in; its commit removes these four lines. */
-fs_cause fs_job_cause(const fs_job *job) __attribute__((weak));
-void fs_job_report(const fs_job *job, char *buffer, size_t nbytes) __attribute__((weak));
-fs_job *fs_world_job(const fs_world *world) __attribute__((weak));
-int fs_world_rank(const fs_world *world) __attribute__((weak));
-
 /* A class of flatshard.errors; new reference, NULL with an exception set. */
 static PyObject *
 error_class(const char *name)

@@ -37,7 +37,7 @@ typedef enum fs_cause_kind {
 /* Why the job was aborted: the first cause wins, and stays. */
 typedef struct fs_cause {
     fs_cause_kind kind;
-    int rank;   /* the culprit (died, left, timeout, mismatch, interrupted, error) */
+    int rank;    /* the culprit, counted in the job; -1: nobody in particular */
     int64_t pid; /* of the culprit, 0 if unknown */
 } fs_cause;
 
@@ -74,6 +74,10 @@ fs_job_join(const fs_join *join, fs_job **out);
  * peers that wait for it raise at once. Called by close, by atexit, and by a rank thread's finally. */
 void fs_job_leave(fs_job *job, int rank, const char *reason);
 
+/* Ends the job from outside of its ranks (Ctrl-C in the thread that waits for rank threads): every
+ * wait of every rank fails with FS_CAUSE_INTERRUPTED, rank -1. */
+void fs_job_interrupt(fs_job *job);
+
 /* Drops one reference; the last one unmaps. Never waits; does nothing in a forked child. */
 void fs_job_close(fs_job *job);
 
@@ -83,7 +87,8 @@ FS_NODISCARD fs_status
 fs_world_open(fs_job *job, int rank, const fs_exec *exec, const fs_deadlines *deadlines,
               fs_world **out);
 
-/* A world of the ranks that passed the same color, ordered by key, then rank. Collective. */
+/* A world of the ranks that passed the same color, ordered by key, then rank. A negative color joins
+ * none: *out is NULL. Collective. Uses exec and deadlines of world, and its interrupted. */
 FS_NODISCARD fs_status
 fs_world_split(fs_world *world, int64_t color, int64_t key, fs_world **out);
 
@@ -91,6 +96,8 @@ fs_world_split(fs_world *world, int64_t color, int64_t key, fs_world **out);
 void fs_world_close(fs_world *world);
 
 int fs_world_rank(const fs_world *world);
+/* The same rank in the world of all ranks (fs_cause.rank counts there). */
+int fs_world_job_rank(const fs_world *world);
 int fs_world_size(const fs_world *world);
 fs_job *fs_world_job(const fs_world *world);
 const fs_exec *fs_world_exec(const fs_world *world);
@@ -100,6 +107,10 @@ bool fs_world_is_threads(const fs_world *world);
 /* FS_OK, FS_ABORTED (poisoned), or FS_ESTATE (closed, or used after fork). */
 FS_NODISCARD fs_status
 fs_world_usable(const fs_world *world);
+
+/* Changes how long this rank waits, from the next wait on. */
+void fs_world_set_deadlines(fs_world *world, const fs_deadlines *deadlines);
+fs_deadlines fs_world_deadlines(const fs_world *world);
 
 // ---- what this rank is doing --------------------------------------------------------------------
 

@@ -22,15 +22,15 @@
 #define CHECK_OK(expression)                                                             \
     do {                                                                                 \
         fs_status check_status_ = (expression);                                          \
-        CHECK(check_status_ == FS_OK, #expression " gave status %d: %s", (int)check_status_, \
-              fs_status_message());                                                      \
+        CHECK(check_status_ == FS_OK, "%s gave status %d: %s", #expression,             \
+              (int)check_status_, fs_status_message());                                                      \
     } while (0)
 
 /* expression is a fs_status and must be this one. */
 #define CHECK_STATUS(expression, expected)                                               \
     do {                                                                                 \
         fs_status check_status_ = (expression);                                          \
-        CHECK(check_status_ == (expected), #expression " gave status %d, not %d: %s",    \
+        CHECK(check_status_ == (expected), "%s gave status %d, not %d: %s", #expression, \
               (int)check_status_, (int)(expected),                                       \
               check_status_ == FS_OK ? "" : fs_status_message());                        \
     } while (0)

@@ -1,0 +1,286 @@
+/* What lies in memory that ranks share, and the structs of this process that point to it. Private to
+ * comm/.
+ *
+ * A job's data file (a sealed memfd; in a thread job the heap stands in for it) holds first the job's
+ * page, then spans: the page of each split world, and regions. Shared structures hold offsets, never
+ * pointers; in a thread job an offset IS the address. Offsets are never reused.
+ *
+ *     0                                             end
+ *     | job page: cause, slots, root world | span | span | ...
+ *
+ * Everything here is written by one rank and read by others through C11 atomics; where plain memory
+ * is read by others (records, reasons, reports), the comment names the atomic that publishes it. */
+#ifndef FS_COMM_SHARED_H
+#define FS_COMM_SHARED_H
+
+/* Processes need sealed memory files and futexes: Linux. Elsewhere, and where a build asks for it,
+ * only worlds of threads exist. */
+#if !defined(__linux__) && !defined(FS_THREADS_ONLY)
+#define FS_THREADS_ONLY 1
+#endif
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "comm.h"
+
+#define FS_CACHE_LINE 64
+#define FS_WAIT_SLICE_NS 10000000 /* how long a wait sleeps before it looks around */
+
+// ---- shared -------------------------------------------------------------------------------------
+
+/* Text of up to NBYTES - 1 bytes as atomic words: a reader may see a mix of two texts of a rank that
+ * is moving (harmless in a report), never a data race, always an end. */
+#define FS_NOTE_FILE_NBYTES 128
+#define FS_NOTE_UNIT_NBYTES 64
+
+/* What a rank is doing. The rank writes, everyone reads. */
+typedef struct fs_note {
+    _Atomic int32_t op;   /* of the last fence entered; 0: none yet */
+    _Atomic int32_t line; /* of the caller in Python, 0 if unknown */
+    _Atomic int32_t waiting;
+    _Atomic int64_t step; /* -1: none */
+    _Atomic uint64_t unit[FS_NOTE_UNIT_NBYTES / 8];
+    _Atomic uint64_t file[FS_NOTE_FILE_NBYTES / 8];
+} fs_note;
+
+#define FS_REASON_NBYTES 1024
+#define FS_REPORT_NBYTES 4096
+
+typedef enum fs_left { FS_HERE = 0, FS_LEFT = 1, FS_LEFT_FAILED = 2 } fs_left;
+
+typedef struct fs_slot {
+    _Alignas(FS_CACHE_LINE) _Atomic int64_t pid; /* 0: has not joined yet */
+    _Atomic uint32_t left;                       /* fs_left; publishes reason */
+    char reason[FS_REASON_NBYTES];
+    /* Written by this rank before it tries to set abort; read only if it won, so published by abort. */
+    char report[FS_REPORT_NBYTES];
+    fs_note note;
+} fs_slot;
+
+/* One rank's part in a fence: kept for two fences, since nobody enters fence k + 2 before everyone has
+ * left fence k. Published by arrived, then gate. */
+typedef struct fs_rec {
+    _Atomic uint64_t fence; /* number of the fence + 1; 0: none. Also read by reports */
+    fs_what what;
+    fs_payload payload;
+} fs_rec;
+
+typedef struct fs_member {
+    _Alignas(FS_CACHE_LINE) fs_rec rec[2];
+    _Atomic uint32_t closed; /* closed its world: will not come to another fence */
+} fs_member;
+
+#define FS_GATE_ABORTED ((uint64_t)1 << 63)
+
+/* gate: number of finished fences. From k it goes to k + 1 or to k | ABORTED by one compare-and-swap;
+ * both are final for everyone. */
+typedef struct fs_world_page {
+    _Alignas(FS_CACHE_LINE) _Atomic uint64_t gate;
+    _Atomic uint32_t bell;     /* futex word: changes when sleepers should look again */
+    _Atomic uint32_t sleepers; /* ranks in, or on their way to, a sleep */
+    _Alignas(FS_CACHE_LINE) _Atomic uint64_t arrived; /* arrivals at all fences so far */
+    _Alignas(FS_CACHE_LINE) _Atomic uint32_t open;    /* ranks that have this page mapped */
+#ifdef FS_THREADS_ONLY
+    pthread_mutex_t lock; /* stand in for the futex */
+    pthread_cond_t moved;
+#endif
+    fs_member member[];
+} fs_world_page;
+
+#define FS_JOB_MAGIC 0x626f6a6472616873u /* "shardjob" */
+#define FS_JOB_LAYOUT 1u                 /* changes when these structs do */
+
+typedef struct fs_job_page {
+    uint64_t magic;
+    uint32_t layout, size;
+    uint64_t nonce; /* random; ranks of one job agree on it */
+    size_t nbytes, root_at;
+    _Alignas(FS_CACHE_LINE) _Atomic uint64_t abort; /* packed cause, 0: none; publishes a report */
+    _Atomic uint64_t end;                           /* next free offset of the data file */
+    fs_slot slot[];
+} fs_job_page;
+
+/* First page of a region; the ranks' blocks follow. */
+typedef struct fs_region_page {
+    _Atomic uint32_t open; /* ranks that have not closed it */
+} fs_region_page;
+
+// ---- of this process ----------------------------------------------------------------------------
+
+struct fs_job {
+    _Atomic int refs;
+    bool threads;
+    int size;
+    int self;            /* rank of this process; -1 in a thread job */
+    unsigned generation; /* of the process that opened it, see fs_fork_generation */
+    fs_job_page *page;
+    fs_arena memory; /* of page, in a thread job */
+    int data_fd, lock_fd;
+    pthread_mutex_t lock; /* guards regions. A leaf: nothing is waited for while it is held */
+    fs_region *regions;
+};
+
+struct fs_region {
+    fs_job *job;
+    _Atomic int refs;
+    char *name;
+    int size;
+    size_t stride;
+    uint64_t at; /* of the region page */
+    size_t nbytes;
+    unsigned char *base;
+    fs_region *next; /* in job->regions */
+};
+
+typedef struct fs_hook {
+    fs_idle idle;
+    void *ctx;
+} fs_hook;
+
+#define FS_EVENTS_MAX 4
+
+struct fs_world {
+    fs_job *job;
+    int rank, size;
+    int *ranks; /* [size]: in the job */
+    bool root;
+    fs_world_page *page;
+    uint64_t page_at;
+    size_t page_nbytes;
+    uint64_t fences; /* entered and finished by this rank: the k of the next one */
+    const fs_exec *exec;
+    fs_deadlines deadlines;
+    fs_ledger ledger;
+
+    fs_hook *hooks;
+    size_t hooks_n;
+    bool in_hooks;
+    fs_interrupted interrupted;
+    void *interrupted_ctx;
+
+    /* Windows: two halves of a block of world memory for each rank, see collect.c. */
+    fs_region *windows;
+    size_t half_nbytes;
+    uint64_t shown; /* halves used so far; the next is shown & 1 */
+    fs_arena scratch_arena;
+    float *scratch; /* FS_SCRATCH_N elements: fp32 sums of 16-bit operands */
+    /* Of the collective under way, [size] each. */
+    const unsigned char **pieces; /* what every rank shows */
+    const void **sources; /* scratch of fs_reduce_pieces */
+    const void **blocks;
+    fs_payload *payloads;
+    size_t *counts, *offsets; /* elements */
+
+    int64_t spin_ns, spin_max_ns;
+    char *events; /* [FS_EVENTS_MAX][FS_REPORT_NBYTES] */
+    unsigned events_first, events_n;
+    bool closed;
+};
+
+// ---- job.c --------------------------------------------------------------------------------------
+
+/* Changes in a forked child, where every handle of the parent must be left alone. */
+unsigned fs_fork_generation(void);
+static inline bool
+fs_job_is_forked(const fs_job *job)
+{
+    return job->generation != fs_fork_generation();
+}
+
+size_t fs_job_page_nbytes(int size);
+void fs_job_page_init(fs_job_page *page, int size, uint64_t nonce, bool shared);
+FS_NODISCARD fs_status
+fs_job_new(int size, fs_job **out);
+
+/* Sets the cause if there is none yet; true if this call did. The caller's report must lie in
+ * slot[reporter].report; reporter -1: none. */
+bool fs_job_abort(fs_job *job, int reporter, fs_cause_kind kind, int culprit);
+
+/* A rank that can no longer come (its process ended, or it failed), or -1. Costs a system call per
+ * rank in a job of processes. */
+int fs_job_lost(fs_job *job, fs_cause_kind *out_kind);
+
+void fs_note_init(fs_note *note);
+/* Stores what fits of text; always ends it. nbytes: a multiple of 8. */
+void fs_note_store(_Atomic uint64_t *words, size_t nbytes, const char *text);
+void fs_note_load(const _Atomic uint64_t *words, size_t nbytes, char *text);
+
+// ---- join.c -------------------------------------------------------------------------------------
+
+/* In a job of processes: does rank still hold its lock? *out_pid: its process as seen from here, 0 if
+ * it is in another namespace. */
+bool fs_job_holds_lock(fs_job *job, int rank, int64_t *out_pid);
+
+// ---- report.c -----------------------------------------------------------------------------------
+
+/* The cause in words, then every rank: has it come, what is it in or was it last in, where. world
+ * (may be NULL) is the world that waits; seconds (0: not said) is how long. */
+void fs_report_format(fs_job *job, const fs_world *world, fs_cause cause, double seconds, char *text,
+                      size_t nbytes);
+const char *fs_op_name(fs_op op);
+
+// ---- region.c -----------------------------------------------------------------------------------
+
+/* Address space of the data file (the heap in a thread job), taken and given back. nbytes is rounded
+ * up to pages by all four. */
+FS_NODISCARD fs_status
+fs_span_reserve(fs_job *job, size_t nbytes, uint64_t *out_at);
+FS_NODISCARD fs_status
+fs_span_map(fs_job *job, uint64_t at, size_t nbytes, void *out);
+/* Makes the bytes at offset real: their memory is there, and charged to this process. */
+FS_NODISCARD fs_status
+fs_span_populate(fs_job *job, uint64_t at, void *mapped, size_t nbytes);
+void fs_span_unmap(fs_job *job, void *mapped, size_t nbytes);
+void fs_span_free(fs_job *job, uint64_t at, size_t nbytes);
+size_t fs_page_nbytes(void);
+
+/* Where nbytes at memory lie in world memory, as every rank of the job can find them; 0: not there. */
+uint64_t fs_region_address(fs_job *job, const void *memory, size_t nbytes);
+/* The other way round; NULL if this process has not opened (or has closed) that region. */
+const void *fs_region_find(fs_job *job, uint64_t address, size_t nbytes);
+
+// ---- room.c -------------------------------------------------------------------------------------
+
+/* How much memory may still be taken here, and who says so. */
+typedef struct fs_room {
+    uint64_t group_nbytes; /* least room in the memory cgroups from ours to the root */
+    uint64_t group_id;     /* hash of the cgroup's name: ranks with one id share group_nbytes */
+    uint64_t host_nbytes;  /* MemAvailable */
+} fs_room;
+
+/* Unlimited is UINT64_MAX. root is "" outside tests; files that are missing mean no limit. */
+void fs_room_read(const char *root, fs_room *out);
+
+// ---- wait.c -------------------------------------------------------------------------------------
+
+int64_t fs_now_ns(void);
+/* Aborts with a report about world; text of the report goes to the rank's slot first. */
+void fs_world_abort(fs_world *world, fs_cause_kind kind, int culprit, double seconds);
+void fs_world_queue_event(fs_world *world, const char *text);
+/* FS_ABORTED with the cause as message. */
+FS_NODISCARD fs_status
+fs_world_aborted(const fs_world *world);
+
+// ---- world.c ------------------------------------------------------------------------------------
+
+size_t fs_world_page_nbytes(int size);
+void fs_world_page_init(fs_world_page *page, int size, bool shared);
+
+// ---- reduce.c -----------------------------------------------------------------------------------
+
+#define FS_SCRATCH_N ((size_t)32 * 1024)
+
+/* out[i] = op over r of src[r][i] in rank order; out overlaps no source. src: size pointers to n
+ * elements. */
+void fs_reduce_pieces(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *const *src,
+                      size_t n, void *out);
+
+// ---- collect.c ----------------------------------------------------------------------------------
+
+/* The half windows of a new world; collective. */
+FS_NODISCARD fs_status
+fs_windows_open(fs_world *world);
+void fs_windows_close(fs_world *world);
+
+#endif
