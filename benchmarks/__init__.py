@@ -1,0 +1,1 @@
+"""Measures flatshard beside what a user would pick instead: python -m benchmarks --help."""

@@ -1,0 +1,1 @@
+"""One file a suite; each has SUITE, which benchmarks.__main__ lists."""
