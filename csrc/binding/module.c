@@ -6,6 +6,7 @@ add_all(PyObject *module)
 {
     static int (*const parts[])(PyObject *) = {
         fs_py_add_core,
+        fs_py_add_kernels,
         fs_py_add_io,
     };
     if (fs_numpy_import() < 0) {

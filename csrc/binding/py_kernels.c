@@ -1,0 +1,560 @@
+/* Kernels: the operations of the device table on arrays, for a chosen instruction set and number of
+ * threads. For tests and benchmarks; training calls the table from C. */
+#include "binding.h"
+
+#include <string.h>
+
+#include "../base/cpu.h"
+#include "../base/threads.h"
+#include "../device/device.h"
+
+typedef struct kernels_object {
+    PyObject_HEAD
+    fs_exec exec;
+} kernels_object;
+
+/* Releases the GIL around one operation of the table. */
+#define FS_OPERATE(statement)             \
+    do {                                  \
+        Py_BEGIN_ALLOW_THREADS            \
+        fs_fp_state fp_ = fs_fp_enter();  \
+        statement;                        \
+        fs_fp_leave(fp_);                 \
+        Py_END_ALLOW_THREADS              \
+    } while (0)
+
+static fs_status
+isa_parse(const char *name, fs_isa *out)
+{
+    for (int isa = 0; isa < FS_ISA_COUNT; isa++) {
+        if (strcmp(name, fs_isa_name((fs_isa)isa)) == 0) {
+            *out = (fs_isa)isa;
+            return FS_OK;
+        }
+    }
+    return FS_FAIL(FS_EINVAL, "isa is '%s', not baseline, avx2, avx512 or neon", name);
+}
+
+static PyObject *
+kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"isa", "threads", NULL};
+    const char *isa_name = NULL;
+    Py_ssize_t threads = 1;
+    fs_isa isa;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|z$n:Kernels", names, &isa_name, &threads)) {
+        return NULL;
+    }
+    kernels_object *self = (kernels_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    fs_status st = isa_name != NULL ? isa_parse(isa_name, &isa) : fs_isa_choose(&isa);
+    if (st == FS_OK) {
+        st = fs_device_cpu(isa, &self->exec.device);
+    }
+    if (st == FS_OK) {
+        st = fs_pool_open(threads < 0 ? 0 : (size_t)threads, &self->exec.pool);
+    }
+    if (st != FS_OK) {
+        Py_DECREF(self);
+        return fs_raise(st, NULL);
+    }
+    return (PyObject *)self;
+}
+
+static void
+kernels_dealloc(PyObject *object)
+{
+    kernels_object *self = (kernels_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    fs_pool *pool = self->exec.pool;
+    if (pool != NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        fs_pool_close(pool);
+        Py_END_ALLOW_THREADS
+    }
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* Takes an array, or leaves out zeroed for None. */
+static int
+take_optional(PyObject *object, const char *arg, bool writeable, fs_buffer *out)
+{
+    memset(out, 0, sizeof *out);
+    return object == NULL || object == Py_None ? 0 : fs_buffer_take(object, arg, writeable, out);
+}
+
+static void
+drop_optional(fs_buffer *buffer)
+{
+    if (buffer->array != NULL) {
+        fs_buffer_drop(buffer);
+    }
+}
+
+static fs_status
+same_length(const fs_buffer *a, const fs_buffer *b, const char *name)
+{
+    return b->array == NULL || a->n == b->n
+               ? FS_OK
+               : FS_FAIL(FS_EINVAL, "%s has %zu elements, not %zu", name, b->n, a->n);
+}
+
+static fs_status
+float_dtype(const fs_buffer *buffer, const char *name)
+{
+    return buffer->array == NULL || fs_dtype_is_float(buffer->dtype)
+               ? FS_OK
+               : FS_FAIL(FS_ETYPE, "%s is %s, not a float array", name,
+                         fs_dtype_name(buffer->dtype));
+}
+
+// ---- two arrays ---------------------------------------------------------------------------------
+
+/* dst and src of copy, convert and combine. */
+static int
+take_pair(PyObject *first, PyObject *second, fs_buffer *dst, fs_buffer *src)
+{
+    if (fs_buffer_take(first, "dst", true, dst) < 0) {
+        return -1;
+    }
+    if (fs_buffer_take(second, "src", false, src) < 0) {
+        fs_buffer_drop(dst);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+finish_pair(fs_status st, fs_buffer *dst, fs_buffer *src)
+{
+    fs_buffer_drop(src);
+    fs_buffer_drop(dst);
+    if (st != FS_OK) {
+        return fs_raise(st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+kernels_copy(PyObject *object, PyObject *args)
+{
+    const fs_exec *exec = &((kernels_object *)object)->exec;
+    PyObject *first, *second;
+    fs_buffer dst, src;
+    if (!PyArg_ParseTuple(args, "OO:copy", &first, &second) ||
+        take_pair(first, second, &dst, &src) < 0) {
+        return NULL;
+    }
+    fs_status st = same_length(&dst, &src, "src");
+    if (st == FS_OK && dst.dtype != src.dtype) {
+        st = FS_FAIL(FS_ETYPE, "dst is %s, src %s", fs_dtype_name(dst.dtype),
+                     fs_dtype_name(src.dtype));
+    }
+    if (st == FS_OK) {
+        size_t nbytes = dst.n * fs_dtype_nbytes(dst.dtype);
+        FS_OPERATE(exec->device->copy(exec, dst.data, src.data, nbytes));
+    }
+    return finish_pair(st, &dst, &src);
+}
+
+static PyObject *
+kernels_convert(PyObject *object, PyObject *args)
+{
+    const fs_exec *exec = &((kernels_object *)object)->exec;
+    PyObject *first, *second;
+    fs_buffer dst, src;
+    if (!PyArg_ParseTuple(args, "OO:convert", &first, &second) ||
+        take_pair(first, second, &dst, &src) < 0) {
+        return NULL;
+    }
+    fs_status st = same_length(&dst, &src, "src");
+    if (st == FS_OK) {
+        st = float_dtype(&dst, "dst");
+    }
+    if (st == FS_OK) {
+        st = float_dtype(&src, "src");
+    }
+    if (st == FS_OK) {
+        FS_OPERATE(exec->device->convert(exec, dst.data, dst.dtype, src.data, src.dtype, dst.n));
+    }
+    return finish_pair(st, &dst, &src);
+}
+
+static PyObject *
+kernels_combine(PyObject *object, PyObject *args)
+{
+    const fs_exec *exec = &((kernels_object *)object)->exec;
+    static const char *const names[] = {[FS_SUM] = "sum", [FS_MEAN] = "", [FS_MAX] = "max",
+                                        [FS_MIN] = "min"};
+    PyObject *first, *second;
+    const char *name;
+    fs_buffer dst, src;
+    if (!PyArg_ParseTuple(args, "sOO:combine", &name, &first, &second) ||
+        take_pair(first, second, &dst, &src) < 0) {
+        return NULL;
+    }
+    int op = FS_MIN;
+    while (op >= 0 && strcmp(name, names[op]) != 0) {
+        op--;
+    }
+    fs_status st = same_length(&dst, &src, "src");
+    if (st == FS_OK && (op < 0 || name[0] == '\0')) {
+        st = FS_FAIL(FS_EINVAL, "op is '%s', not sum, max or min", name);
+    } else if (st == FS_OK && dst.dtype != src.dtype) {
+        st = FS_FAIL(FS_ETYPE, "dst is %s, src %s", fs_dtype_name(dst.dtype),
+                     fs_dtype_name(src.dtype));
+    }
+    if (st == FS_OK) {
+        FS_OPERATE(exec->device->combine(exec, op, dst.dtype, dst.data, src.data, dst.n));
+    }
+    return finish_pair(st, &dst, &src);
+}
+
+// ---- one array ----------------------------------------------------------------------------------
+
+static PyObject *
+kernels_sumsq(PyObject *object, PyObject *argument)
+{
+    const fs_exec *exec = &((kernels_object *)object)->exec;
+    fs_buffer x;
+    double sumsq = 0.0;
+    if (fs_buffer_take(argument, "x", false, &x) < 0) {
+        return NULL;
+    }
+    fs_status st = float_dtype(&x, "x");
+    if (st == FS_OK) {
+        FS_OPERATE(sumsq = exec->device->sumsq(exec, x.data, x.dtype, x.n));
+    }
+    fs_buffer_drop(&x);
+    return st == FS_OK ? PyFloat_FromDouble(sumsq) : fs_raise(st, NULL);
+}
+
+static PyObject *
+kernels_find_nonfinite(PyObject *object, PyObject *argument)
+{
+    const fs_exec *exec = &((kernels_object *)object)->exec;
+    fs_buffer x;
+    size_t index = 0;
+    if (fs_buffer_take(argument, "x", false, &x) < 0) {
+        return NULL;
+    }
+    FS_OPERATE(index = exec->device->find_nonfinite(exec, x.data, x.dtype, x.n));
+    fs_buffer_drop(&x);
+    return PyLong_FromSize_t(index);
+}
+
+// ---- sum over ranks -----------------------------------------------------------------------------
+
+#define FS_SOURCES_MAX 64
+
+static PyObject *
+kernels_sum(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"acc", "sources", "accumulate", NULL};
+    const fs_exec *exec = &((kernels_object *)object)->exec;
+    PyObject *acc_object, *sources, *result = NULL;
+    int accumulate = 0;
+    fs_buffer acc, src[FS_SOURCES_MAX];
+    const void *data[FS_SOURCES_MAX];
+    Py_ssize_t taken = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$p:sum", names, &acc_object, &sources,
+                                     &accumulate)) {
+        return NULL;
+    }
+    PyObject *list = PySequence_Fast(sources, "sources must be a sequence of arrays and None");
+    if (list == NULL) {
+        return NULL;
+    }
+    Py_ssize_t src_n = PySequence_Fast_GET_SIZE(list);
+    if (fs_buffer_take(acc_object, "acc", true, &acc) < 0) {
+        Py_DECREF(list);
+        return NULL;
+    }
+    fs_sum sum = {.src = data, .src_n = (size_t)src_n, .src_dtype = acc.dtype, .acc = acc.data,
+                  .acc_dtype = acc.dtype, .accumulate = accumulate != 0, .n = acc.n};
+    fs_status st = float_dtype(&acc, "acc");
+    bool first = true;
+    if (st == FS_OK && src_n > FS_SOURCES_MAX) {
+        st = FS_FAIL(FS_EINVAL, "at most %d sources, not %zd", FS_SOURCES_MAX, src_n);
+    }
+    for (; st == FS_OK && taken < src_n; taken++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(list, taken);
+        if (take_optional(item, "sources", false, &src[taken]) < 0) {
+            goto done;
+        }
+        data[taken] = src[taken].data;
+        if (src[taken].array == NULL) {
+            continue;
+        }
+        sum.src_dtype = first ? src[taken].dtype : sum.src_dtype;
+        first = false;
+        st = same_length(&acc, &src[taken], "a source");
+        if (st == FS_OK) {
+            st = float_dtype(&src[taken], "a source");
+        }
+        if (st == FS_OK && src[taken].dtype != sum.src_dtype) {
+            st = FS_FAIL(FS_ETYPE, "sources are of several dtypes");
+        }
+    }
+    if (st == FS_OK) {
+        FS_OPERATE(exec->device->sum(exec, &sum));
+        result = Py_BuildValue("(dN)", sum.sumsq, PyBool_FromLong(sum.finite));
+    } else {
+        (void)fs_raise(st, NULL);
+    }
+done:
+    while (taken-- > 0) {
+        drop_optional(&src[taken]);
+    }
+    fs_buffer_drop(&acc);
+    Py_DECREF(list);
+    return result;
+}
+
+// ---- update -------------------------------------------------------------------------------------
+
+enum { UPDATE_GRAD, UPDATE_WEIGHT, UPDATE_MASTER, UPDATE_READ, UPDATE_M1, UPDATE_M2, UPDATE_ARRAYS };
+
+static const char *const update_arrays[UPDATE_ARRAYS] = {
+    "grad", "weight", "master", "weight_read", "moment1", "moment2",
+};
+
+static fs_status
+rule_parse(const char *name, fs_rule *out)
+{
+    static const char *const names[FS_RULE_COUNT] = {
+        [FS_RULE_SGD] = "sgd", [FS_RULE_ADAM] = "adam", [FS_RULE_ADAMW] = "adamw",
+    };
+    for (int rule = 0; rule < FS_RULE_COUNT; rule++) {
+        if (strcmp(name, names[rule]) == 0) {
+            *out = (fs_rule)rule;
+            return FS_OK;
+        }
+    }
+    return FS_FAIL(FS_EINVAL, "rule is '%s', not sgd, adam or adamw", name);
+}
+
+/* Are these arrays ones that the operation takes together? */
+static fs_status
+update_check(fs_rule rule, const fs_buffer *arrays)
+{
+    for (int i = 0; i < UPDATE_ARRAYS; i++) {
+        FS_TRY(same_length(&arrays[UPDATE_GRAD], &arrays[i], update_arrays[i]));
+        FS_TRY(float_dtype(&arrays[i], update_arrays[i]));
+    }
+    const fs_buffer *m1 = &arrays[UPDATE_M1], *m2 = &arrays[UPDATE_M2];
+    if (rule != FS_RULE_SGD && (m1->array == NULL || m2->array == NULL)) {
+        return FS_FAIL(FS_EINVAL, "adam and adamw need moment1 and moment2");
+    }
+    if (m1->array != NULL && m2->array != NULL && m1->dtype != m2->dtype) {
+        return FS_FAIL(FS_ETYPE, "moment1 is %s, moment2 %s", fs_dtype_name(m1->dtype),
+                       fs_dtype_name(m2->dtype));
+    }
+    if (arrays[UPDATE_MASTER].array != NULL && arrays[UPDATE_MASTER].dtype != FS_F32) {
+        return FS_FAIL(FS_ETYPE, "master is %s, not float32",
+                       fs_dtype_name(arrays[UPDATE_MASTER].dtype));
+    }
+    if (arrays[UPDATE_MASTER].array == NULL && arrays[UPDATE_WEIGHT].array == NULL &&
+        arrays[UPDATE_READ].array == NULL) {
+        return FS_FAIL(FS_EINVAL, "one of master, weight and weight_read must be given");
+    }
+    return FS_OK;
+}
+
+static PyObject *
+kernels_update(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"rule", "grad", "weight", "master", "weight_read", "moment1", "moment2",
+                            "grad_scale", "lr", "decay", "beta1", "beta2", "one_minus_beta1",
+                            "one_minus_beta2", "eps", "step_size", "inv_sqrt_bc2", "nesterov",
+                            "first", NULL};
+    const fs_exec *exec = &((kernels_object *)object)->exec;
+    PyObject *objects[UPDATE_ARRAYS] = {NULL};
+    fs_buffer arrays[UPDATE_ARRAYS];
+    const char *rule_name;
+    int nesterov = 0, first = 0, taken = 0;
+    fs_update u = {.grad_scale = 1.0f};
+    fs_hyper *h = &u.hyper;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "sO|$OOOOOfffffffffpp:update", names, &rule_name, &objects[UPDATE_GRAD],
+            &objects[UPDATE_WEIGHT], &objects[UPDATE_MASTER], &objects[UPDATE_READ],
+            &objects[UPDATE_M1], &objects[UPDATE_M2], &u.grad_scale, &h->lr, &h->decay, &h->beta1,
+            &h->beta2, &h->one_minus_beta1, &h->one_minus_beta2, &h->eps, &h->step_size,
+            &h->inv_sqrt_bc2, &nesterov, &first)) {
+        return NULL;
+    }
+    h->nesterov = nesterov != 0;
+    h->first = first != 0;
+    fs_status st = rule_parse(rule_name, &h->rule);
+    for (; st == FS_OK && taken < UPDATE_ARRAYS; taken++) {
+        bool writeable = taken != UPDATE_GRAD && taken != UPDATE_READ;
+        if (take_optional(objects[taken], update_arrays[taken], writeable, &arrays[taken]) < 0) {
+            goto done;
+        }
+    }
+    if (st == FS_OK) {
+        st = update_check(h->rule, arrays);
+    }
+    if (st == FS_OK) {
+        const fs_buffer *weight = &arrays[UPDATE_WEIGHT], *read = &arrays[UPDATE_READ];
+        const fs_buffer *moment = &arrays[UPDATE_M1];
+        u.grad = arrays[UPDATE_GRAD].data;
+        u.grad_dtype = arrays[UPDATE_GRAD].dtype;
+        u.master = arrays[UPDATE_MASTER].data;
+        u.weight = weight->data;
+        u.weight_read = read->data;
+        u.weight_dtype = weight->array != NULL ? weight->dtype : read->dtype;
+        u.moment1 = moment->data;
+        u.moment2 = arrays[UPDATE_M2].data;
+        u.moment_dtype = moment->array != NULL ? moment->dtype : FS_F32;
+        u.n = arrays[UPDATE_GRAD].n;
+        FS_OPERATE(exec->device->update(exec, &u));
+    } else {
+        (void)fs_raise(st, NULL);
+    }
+done:
+    while (taken-- > 0) {
+        drop_optional(&arrays[taken]);
+    }
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+// ---- gemm ---------------------------------------------------------------------------------------
+
+static fs_status
+matrix_check(const fs_buffer *x, const char *name, size_t rows, size_t columns)
+{
+    return x->dims_n == 2 && x->dims[0] == rows && x->dims[1] == columns
+               ? FS_OK
+               : FS_FAIL(FS_EINVAL, "%s is not a (%zu, %zu) array", name, rows, columns);
+}
+
+static PyObject *
+kernels_gemm(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"c", "a", "b", "trans_a", "trans_b", "add", NULL};
+    static const char *const arrays[] = {"c", "a", "b"};
+    const fs_exec *exec = &((kernels_object *)object)->exec;
+    PyObject *objects[3];
+    fs_buffer x[3];
+    int trans_a = 0, trans_b = 0, add = 0, taken = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$ppp:gemm", names, &objects[0], &objects[1],
+                                     &objects[2], &trans_a, &trans_b, &add)) {
+        return NULL;
+    }
+    for (; taken < 3; taken++) {
+        if (fs_buffer_take_dtype(objects[taken], arrays[taken], taken == 0, FS_F32, &x[taken]) < 0) {
+            goto done;
+        }
+    }
+    fs_status st = FS_OK;
+    if (!fs_gemm_is_loaded()) {
+        st = FS_FAIL(FS_ESTATE, "gemm_load(path) comes first");
+    } else if (x[0].dims_n != 2 || x[1].dims_n != 2) {
+        st = FS_FAIL(FS_EINVAL, "gemm takes two-dimensional arrays");
+    }
+    if (st == FS_OK) {
+        size_t m = x[0].dims[0], n = x[0].dims[1], k = x[1].dims[trans_a ? 0 : 1];
+        fs_gemm g = {.trans_a = trans_a != 0, .trans_b = trans_b != 0, .m = m, .n = n, .k = k,
+                     .a = x[1].data, .lda = x[1].dims[1], .b = x[2].data, .ldb = x[2].dims_n == 2 ? x[2].dims[1] : 0,
+                     .beta = add ? 1.0f : 0.0f, .c = x[0].data, .ldc = n};
+        st = matrix_check(&x[1], "a", trans_a ? k : m, trans_a ? m : k);
+        if (st == FS_OK) {
+            st = matrix_check(&x[2], "b", trans_b ? n : k, trans_b ? k : n);
+        }
+        if (st == FS_OK) {
+            FS_OPERATE(exec->device->gemm(exec, &g));
+        }
+    }
+    if (st != FS_OK) {
+        (void)fs_raise(st, NULL);
+    }
+done:
+    while (taken-- > 0) {
+        fs_buffer_drop(&x[taken]);
+    }
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+// ---- the type -----------------------------------------------------------------------------------
+
+static PyObject *
+kernels_name(PyObject *object, void *Py_UNUSED(closure))
+{
+    return PyUnicode_FromString(((kernels_object *)object)->exec.device->name);
+}
+
+static PyObject *
+kernels_threads_used(PyObject *object, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(fs_pool_threads_used(((kernels_object *)object)->exec.pool));
+}
+
+#define FS_KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef methods[] = {
+    {"copy", kernels_copy, METH_VARARGS, "copy($self, dst, src, /)\n--\n\ndst = src."},
+    {"convert", kernels_convert, METH_VARARGS,
+     "convert($self, dst, src, /)\n--\n\ndst = src, each value rounded once to nearest even."},
+    {"combine", kernels_combine, METH_VARARGS,
+     "combine($self, op, acc, src, /)\n--\n\nacc = acc op src; op is sum, max or min."},
+    {"sumsq", kernels_sumsq, METH_O,
+     "sumsq($self, x, /)\n--\n\nSum of squares in fp64, 16 lanes and one partial per 1,024."},
+    {"find_nonfinite", kernels_find_nonfinite, METH_O,
+     "find_nonfinite($self, x, /)\n--\n\nIndex of the first element that is not finite, or len(x)."},
+    {"sum", FS_KEYWORDS(kernels_sum),
+     "sum($self, acc, sources, *, accumulate=False)\n--\n\n"
+     "acc = (acc +) sum of sources in order; None is absent. Returns (sum of squares, finite)."},
+    {"update", FS_KEYWORDS(kernels_update),
+     "update($self, rule, grad, *, weight=None, master=None, weight_read=None, moment1=None, "
+     "moment2=None, grad_scale=1.0, lr=0.0, decay=0.0, beta1=0.0, beta2=0.0, one_minus_beta1=0.0, "
+     "one_minus_beta2=0.0, eps=0.0, step_size=0.0, inv_sqrt_bc2=0.0, nesterov=False, first=False)"
+     "\n--\n\nOne optimizer step; scalars are rounded to fp32."},
+    {"gemm", FS_KEYWORDS(kernels_gemm),
+     "gemm($self, c, a, b, *, trans_a=False, trans_b=False, add=False)\n--\n\nc = a b (+ c)."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef attributes[] = {
+    {"name", kernels_name, NULL, "Name of the table, such as cpu/avx512.", NULL},
+    {"threads_used", kernels_threads_used, NULL, "Threads that have run at least one task.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot kernels_slots[] = {
+    {Py_tp_new, (void *)kernels_new},
+    {Py_tp_dealloc, (void *)kernels_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, attributes},
+    {Py_tp_doc, "Kernels(isa=None, *, threads=1)\n--\n\n"
+                "Operations of the device table. isa: baseline, avx2, avx512, neon; None: the best."},
+    {0, NULL},
+};
+
+static PyType_Spec kernels_spec = {
+    .name = "flatshard._core.Kernels",
+    .basicsize = sizeof(kernels_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = kernels_slots,
+};
+
+int
+fs_py_add_kernels(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &kernels_spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    int rc = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return rc;
+}
