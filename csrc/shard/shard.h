@@ -25,6 +25,9 @@
 #define FS_SHARD_ALIGN_N 64
 #define FS_DIMS_MAX 8
 
+/* Place of something that a frozen parameter does not have. */
+#define FS_FROZEN SIZE_MAX
+
 // ---- layout -------------------------------------------------------------------------------------
 
 /* What a caller says of a parameter. Strings are copied. */
@@ -56,7 +59,8 @@ typedef struct fs_param {
     size_t numel;
     size_t rows; /* dims[0], 1 for a scalar */
     int unit;
-    size_t offset_n; /* in the unit's buffer, elements */
+    size_t offset_n; /* in the unit's buffer of weights, elements */
+    size_t grad_n;   /* in the unit's gradient slot, elements; FS_FROZEN: has none */
     bool trainable;
     int group;
 } fs_param;
@@ -65,6 +69,7 @@ typedef struct fs_unit_layout {
     char *name;
     int first, end; /* parameters [first, end) */
     size_t numel;   /* of the buffer, padding included; a multiple of FS_SHARD_ALIGN_N */
+    size_t grad_n;  /* of its gradients in a slot: trainable parameters alone, padded likewise */
     size_t at_n;    /* of the buffer in the image of the whole model, elements */
     int opens, publishes;
     int slot; /* which gradient slot its contributions use; -1: all frozen, publishes nothing */
@@ -78,7 +83,6 @@ typedef struct fs_seg {
     size_t own_n;      /* of begin in the cut's packed weights */
     size_t pos_n;      /* of begin in the cut's packed state; FS_FROZEN: no state */
 } fs_seg;
-#define FS_FROZEN SIZE_MAX
 
 /* Immutable after fs_layout_make. segs are sorted by (cut, unit, param). */
 typedef struct fs_layout {
@@ -100,11 +104,12 @@ typedef struct fs_layout {
     size_t unit_max_n;      /* largest unit, elements */
     size_t *slot_n;         /* [slots_n]: elements of each gradient slot */
     int slots_n;
+    int unit_params_max; /* most parameters in one unit */
     uint64_t hash; /* of everything above: compared at the first meet */
 } fs_layout;
 
-/* slot_per_unit: one gradient slot per unit, else the fewest that the order allows with two in
- * turn. Names must be unique (ties included). Fails before allocating anything large. */
+/* slot_per_unit: one gradient slot per unit, else two in turn and one for each unit whose slot is
+ * open over others (a tie). Parameters are listed unit by unit. Names must be unique (ties included). Fails before allocating anything large. */
 FS_NODISCARD fs_status
 fs_layout_make(const fs_param_def *params, int params_n, const fs_unit_def *units, int units_n, int size,
                fs_partition partition, bool slot_per_unit, fs_layout **out);
@@ -187,6 +192,10 @@ fs_unit_gather(fs_shards *shards, int unit, const void **out);
 FS_NODISCARD fs_status
 fs_unit_release(fs_shards *shards, int unit);
 
+/* The world memory that gathered units lie in (retain it for a view that may outlive a release), or
+ * NULL where they lie in the pool, which a release takes back. */
+fs_region *fs_unit_region(const fs_shards *shards);
+
 /* Outside writes (load, init, set_full) stand between begin and end, both collective; fs_store and
  * fs_load move elements [begin, end) of a parameter. fs_store touches the segments this rank keeps,
  * master and compute copy together (for FS_WEIGHT and FS_MASTER alike), and ignores the rest. */
@@ -212,7 +221,7 @@ void fs_shards_range(const fs_layout *layout, int param, int cut, size_t *out_be
 // ---- gradients ----------------------------------------------------------------------------------
 
 /* The slot of a unit whose turn it is, for writing gradients in place: parameter p at
- * (fp32 *)slot + layout->params[p].offset_n when precision.reduce is fp32. *out_add says that the
+ * (fp32 *)slot + layout->params[p].grad_n when precision.reduce is fp32. *out_add says that the
  * slot already holds this round's sum (beta 1); false: write, do not add (beta 0). Waits until every
  * rank has summed the slot's last tenant. */
 FS_NODISCARD fs_status

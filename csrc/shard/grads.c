@@ -1,0 +1,464 @@
+/* Gradients: slots, the cursor over the fixed order, and the sum over ranks.
+ *
+ * The whole protocol: contribution k is the same unit on every rank. pub[r] counts what rank r has put
+ * into its slots, red[r] what it has summed. Filling a slot needs red past the slot's last tenant on
+ * every rank; summing k needs, of every rank, pub > k or fin <= k (the rank will not come: absent). A
+ * unit out of turn stays private; the end of a micro-batch moves the cursor over what did not come.
+ * Every wait sums first, so nobody waits for a rank that waits for him. */
+#include "shards_internal.h"
+
+#include <string.h>
+
+#include "../base/checked.h"
+
+// ---- slots --------------------------------------------------------------------------------------
+
+typedef struct slot_wait {
+    const fs_shards *shards;
+    uint64_t tenant; /* red must reach this on every rank */
+} slot_wait;
+
+static bool
+slot_is_free(void *ctx)
+{
+    const slot_wait *wait = ctx;
+    for (int r = 0; r < wait->shards->size; r++) {
+        if (atomic_load_explicit(&wait->shards->blocks[r].counters->red, memory_order_acquire) <
+            wait->tenant) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Is it unit u's turn to hold a slot? Where every unit has its own, always. */
+static bool
+may_open(const fs_shards *shards, int u)
+{
+    const fs_unit_layout *unit = &shards->layout->units[u];
+    return shards->units[u].opened || shards->policy.slot_per_unit ||
+           (unit->opens <= shards->cursor && shards->cursor <= unit->publishes);
+}
+
+static size_t
+unit_grad_nbytes(const fs_shards *shards, int u)
+{
+    return shards->layout->units[u].grad_n * fs_dtype_nbytes(shards->policy.precision.reduce);
+}
+
+static void
+free_spill(fs_shards *shards, int u)
+{
+    fs_unit *unit = &shards->units[u];
+    if (unit->spill != NULL) {
+        fs_ledger_discharge(fs_world_ledger(shards->world), FS_MEM_SPILL, false,
+                            unit_grad_nbytes(shards, u));
+    }
+    fs_free(unit->spill);
+    fs_free(unit->spill_present);
+    unit->spill = unit->spill_present = NULL;
+    unit->in_spill = false;
+}
+
+/* Makes the slot of unit u this rank's to write; brings in what came out of turn. */
+static fs_status
+open_slot(fs_shards *shards, int u)
+{
+    fs_unit *unit = &shards->units[u];
+    const fs_unit_layout *layout = &shards->layout->units[u];
+    if (unit->opened) {
+        return FS_OK;
+    }
+    slot_wait wait = {shards, shards->slot_tenant[layout->slot]};
+    if (!slot_is_free(&wait)) {
+        fs_world_note_unit(shards->world, layout->name, -1);
+        FS_TRY(fs_wait(shards->world, slot_is_free, &wait, 0));
+    }
+    size_t params_n = (size_t)(layout->end - layout->first);
+    unsigned char *present = fs_slot_present(shards, shards->rank, layout->slot);
+    memset(present, 0, params_n);
+    if (unit->in_spill) {
+        memcpy(present, unit->spill_present, params_n);
+        shards->exec->device->copy(shards->exec, fs_slot_data(shards, shards->rank, layout->slot),
+                                   unit->spill, unit_grad_nbytes(shards, u));
+        free_spill(shards, u);
+    }
+    unit->opened = true;
+    return FS_OK;
+}
+
+/* No gradient may come once the ranks have agreed on the step. */
+static fs_status
+check_open(const fs_shards *shards, int u)
+{
+    FS_TRY(fs_shards_ready(shards));
+    if (shards->agreed) {
+        return FS_FAIL(FS_ESTATE, "rank %d: a gradient of unit %s came between grad_norm() and step()",
+                       shards->rank, shards->layout->units[u].name);
+    }
+    if (shards->units[u].complete) {
+        return FS_FAIL(FS_ESTATE, "rank %d: unit %s was already reduced in this micro-batch", shards->rank,
+                       shards->layout->units[u].name);
+    }
+    return FS_OK;
+}
+
+fs_status
+fs_grad_open(fs_shards *shards, int u, void **out_slot, bool *out_add)
+{
+    const fs_unit_layout *layout = &shards->layout->units[u];
+    FS_TRY(check_open(shards, u));
+    if (layout->slot < 0) {
+        return FS_FAIL(FS_ESTATE, "unit %s is frozen: it has no gradient", layout->name);
+    }
+    if (!may_open(shards, u)) {
+        return FS_FAIL(FS_ESTATE, "rank %d: unit %s is out of turn; %s comes next", shards->rank,
+                       layout->name, shards->layout->units[shards->layout->order[shards->cursor]].name);
+    }
+    FS_TRY(open_slot(shards, u));
+    const unsigned char *present = fs_slot_present(shards, shards->rank, layout->slot);
+    *out_add = false;
+    for (int p = 0; p < layout->end - layout->first; p++) {
+        *out_add = *out_add || present[p] != 0;
+    }
+    *out_slot = fs_slot_data(shards, shards->rank, layout->slot);
+    return FS_OK;
+}
+
+void
+fs_grad_mark(fs_shards *shards, int u, int param)
+{
+    const fs_unit_layout *layout = &shards->layout->units[u];
+    fs_slot_present(shards, shards->rank, layout->slot)[param - layout->first] = 1;
+}
+
+static fs_status
+open_spill(fs_shards *shards, int u)
+{
+    fs_unit *unit = &shards->units[u];
+    const fs_unit_layout *layout = &shards->layout->units[u];
+    if (unit->in_spill) {
+        return FS_OK;
+    }
+    FS_TRY(fs_calloc((size_t)(layout->end - layout->first), 1, &unit->spill_present));
+    FS_TRY(fs_calloc(unit_grad_nbytes(shards, u), 1, &unit->spill));
+    fs_ledger_charge(fs_world_ledger(shards->world), FS_MEM_SPILL, false, unit_grad_nbytes(shards, u));
+    unit->in_spill = true;
+    return FS_OK;
+}
+
+fs_status
+fs_grad_put(fs_shards *shards, int param, const void *src, fs_dtype src_dtype)
+{
+    const fs_param *p = &shards->layout->params[param];
+    const fs_unit_layout *layout = &shards->layout->units[p->unit];
+    fs_unit *unit = &shards->units[p->unit];
+    FS_TRY(check_open(shards, p->unit));
+    if (!p->trainable) {
+        return FS_FAIL(FS_EINVAL, "rank %d: %s is frozen and got a gradient", shards->rank, p->name);
+    }
+    unsigned char *present, *data;
+    if (may_open(shards, p->unit)) {
+        FS_TRY(open_slot(shards, p->unit));
+        present = fs_slot_present(shards, shards->rank, layout->slot);
+        data = fs_slot_data(shards, shards->rank, layout->slot);
+    } else {
+        FS_TRY(open_spill(shards, p->unit));
+        present = unit->spill_present;
+        data = unit->spill;
+    }
+    const fs_exec *exec = shards->exec;
+    fs_dtype dtype = shards->policy.precision.reduce;
+    unsigned char *to = data + p->grad_n * fs_dtype_nbytes(dtype);
+    unsigned char *flag = &present[param - layout->first];
+    if (*flag) {
+        const void *sources[1] = {src};
+        fs_sum sum = {.src = sources, .src_n = 1, .src_dtype = src_dtype, .acc = to, .acc_dtype = dtype,
+                      .accumulate = true, .n = p->numel};
+        exec->device->sum(exec, &sum);
+    } else {
+        exec->device->convert(exec, to, dtype, src, src_dtype, p->numel);
+        *flag = 1;
+    }
+    return FS_OK;
+}
+
+// ---- publishing ---------------------------------------------------------------------------------
+
+/* Publishes the unit at the cursor (or keeps it for the next micro-batch) and moves the cursor. */
+static fs_status
+publish_next(fs_shards *shards, bool keep_local)
+{
+    int u = shards->layout->order[shards->cursor];
+    fs_unit *unit = &shards->units[u];
+    FS_TRY(open_slot(shards, u)); /* an absent unit shows that no parameter is present */
+    if (keep_local) {
+        unit->kept_local = true;
+    } else {
+        uint64_t k = shards->base + shards->rounds * (uint64_t)shards->layout->order_n +
+                     (uint64_t)shards->cursor;
+        shards->slot_tenant[shards->layout->units[u].slot] = k + 1;
+        unit->opened = unit->kept_local = false;
+        atomic_store_explicit(&shards->blocks[shards->rank].counters->pub, k + 1, memory_order_release);
+        fs_bell(shards->world);
+    }
+    unit->complete = false;
+    shards->cursor++;
+    return keep_local ? FS_OK : fs_drain(shards);
+}
+
+fs_status
+fs_grad_publish(fs_shards *shards, int u, bool keep_local)
+{
+    FS_TRY(check_open(shards, u));
+    if (keep_local && !shards->policy.slot_per_unit) {
+        return FS_FAIL(FS_EINVAL, "gradients can stay local (sync=False) where every unit has its own slot: "
+                                  "at stages 0 and 1; at stages 2 and 3 each micro-batch is reduced as it comes");
+    }
+    if (shards->layout->units[u].slot < 0) {
+        return FS_OK;
+    }
+    if (shards->layout->units[u].publishes < shards->cursor) {
+        return FS_FAIL(FS_ESTATE, "rank %d: unit %s was already reduced in this micro-batch", shards->rank,
+                       shards->layout->units[u].name);
+    }
+    fs_world_note_unit(shards->world, shards->layout->units[u].name, -1);
+    shards->units[u].complete = true;
+    while (shards->cursor < shards->layout->order_n &&
+           shards->units[shards->layout->order[shards->cursor]].complete) {
+        FS_TRY(publish_next(shards, keep_local));
+    }
+    return FS_OK;
+}
+
+fs_status
+fs_round_end(fs_shards *shards, int64_t count, bool keep_local)
+{
+    FS_TRY(fs_shards_ready(shards));
+    if (keep_local && !shards->policy.slot_per_unit) {
+        return FS_FAIL(FS_EINVAL, "gradients can stay local (sync=False) at stages 0 and 1 only");
+    }
+    while (shards->cursor < shards->layout->order_n) {
+        FS_TRY(publish_next(shards, keep_local));
+    }
+    shards->cursor = 0;
+    shards->rounds += !keep_local;
+    if (count < 0) {
+        shards->has_plain = true;
+    } else {
+        shards->has_count = true;
+        shards->count += count;
+    }
+    return FS_OK;
+}
+
+fs_status
+fs_grad_finish_rounds(fs_shards *shards)
+{
+    bool left = shards->cursor > 0;
+    for (int u = 0; u < shards->layout->units_n; u++) {
+        const fs_unit *unit = &shards->units[u];
+        left = left || unit->opened || unit->in_spill || unit->complete;
+    }
+    if (!left) {
+        return FS_OK;
+    }
+    while (shards->cursor < shards->layout->order_n) {
+        FS_TRY(publish_next(shards, false));
+    }
+    shards->cursor = 0;
+    shards->rounds++;
+    return FS_OK;
+}
+
+// ---- summing ------------------------------------------------------------------------------------
+
+/* Is contribution k complete? False when a rank is still to come; *out_nobody: no rank brings it. */
+static bool
+all_came(const fs_shards *shards, uint64_t k, bool *out_nobody)
+{
+    bool nobody = true;
+    for (int r = 0; r < shards->size; r++) {
+        const fs_counters *counters = shards->blocks[r].counters;
+        if (atomic_load_explicit(&counters->pub, memory_order_acquire) > k) {
+            nobody = false;
+            continue;
+        }
+        uint64_t fin = shards->fins_known ? shards->fins[r]
+                                          : atomic_load_explicit(&counters->fin, memory_order_acquire);
+        if (fin > k) {
+            return false;
+        }
+    }
+    *out_nobody = nobody;
+    return true;
+}
+
+/* This segment of rank r's contribution k, or NULL when the rank or the parameter is absent. */
+static const void *
+source_of(const fs_shards *shards, int r, uint64_t k, const fs_seg *seg)
+{
+    const fs_unit_layout *unit = &shards->layout->units[seg->unit];
+    if (atomic_load_explicit(&shards->blocks[r].counters->pub, memory_order_acquire) <= k ||
+        !fs_slot_present(shards, r, unit->slot)[seg->param - unit->first]) {
+        return NULL;
+    }
+    size_t at = shards->layout->params[seg->param].grad_n + seg->begin;
+    return fs_slot_data(shards, r, unit->slot) + at * fs_dtype_nbytes(shards->policy.precision.reduce);
+}
+
+/* A segment's sum is not finite: finds the rank that produced it while its slot still stands. */
+static void
+blame(fs_shards *shards, const fs_seg *seg, size_t n)
+{
+    const fs_exec *exec = shards->exec;
+    if (shards->bad_param >= 0 && shards->bad_param <= seg->param) {
+        return;
+    }
+    shards->bad_param = seg->param;
+    shards->bad_rank = -1; /* every source is finite: the sum itself overflowed */
+    for (int r = shards->size - 1; r >= 0; r--) {
+        const void *source = shards->sources[r];
+        if (source != NULL &&
+            exec->device->find_nonfinite(exec, source, shards->policy.precision.reduce, n) < n) {
+            shards->bad_rank = r;
+        }
+    }
+}
+
+static void
+sum_segment(fs_shards *shards, uint64_t k, const fs_seg *seg)
+{
+    const fs_precision *precision = &shards->policy.precision;
+    size_t n = seg->end - seg->begin;
+    bool any = false;
+    for (int r = 0; r < shards->size; r++) {
+        shards->sources[r] = source_of(shards, r, k, seg);
+        any = any || shards->sources[r] != NULL;
+    }
+    if (!any) {
+        return;
+    }
+    fs_sum sum = {
+        .src = shards->sources,
+        .src_n = (size_t)shards->size,
+        .src_dtype = precision->reduce,
+        .acc = shards->blocks[shards->rank].acc +
+               fs_state_at(shards, seg) * fs_dtype_nbytes(precision->accumulate),
+        .acc_dtype = precision->accumulate,
+        .accumulate = shards->had[seg->param] != 0,
+        .n = n,
+    };
+    shards->exec->device->sum(shards->exec, &sum);
+    if (seg->cut == shards->rank) {
+        shards->sumsq[seg - shards->layout->segs] = sum.sumsq;
+        if (!sum.finite) {
+            blame(shards, seg, n);
+        }
+    }
+}
+
+static void
+sum_contribution(fs_shards *shards, uint64_t k)
+{
+    const fs_layout *layout = shards->layout;
+    int u = layout->order[(k - shards->base) % (uint64_t)layout->order_n];
+    const fs_unit_layout *unit = &layout->units[u];
+    for (int c = shards->keep_first; c < shards->keep_first + shards->policy.keep; c++) {
+        for (fs_seg_range s = fs_segs(layout, c, u); s.seg < s.end; s.seg++) {
+            if (s.seg->pos_n != FS_FROZEN) {
+                sum_segment(shards, k, s.seg);
+            }
+        }
+    }
+    /* After the segments: had decides whether they set or add. */
+    for (int r = 0; r < shards->size; r++) {
+        if (atomic_load_explicit(&shards->blocks[r].counters->pub, memory_order_acquire) <= k) {
+            continue;
+        }
+        const unsigned char *present = fs_slot_present(shards, r, unit->slot);
+        for (int p = unit->first; p < unit->end; p++) {
+            shards->had[p] |= present[p - unit->first];
+        }
+    }
+}
+
+fs_status
+fs_drain(void *ctx)
+{
+    fs_shards *shards = ctx;
+    bool nobody, moved = false;
+    while (shards->layout->order_n > 0 && all_came(shards, shards->red, &nobody) && !nobody) {
+        sum_contribution(shards, shards->red);
+        shards->red++;
+        atomic_store_explicit(&shards->blocks[shards->rank].counters->red, shards->red,
+                              memory_order_release);
+        moved = true;
+    }
+    if (moved) {
+        fs_bell(shards->world);
+    }
+    return FS_OK;
+}
+
+// ---- end of a step ------------------------------------------------------------------------------
+
+void
+fs_grad_reset(fs_shards *shards)
+{
+    memset(shards->had, 0, (size_t)shards->layout->params_n);
+    memset(shards->sumsq, 0, shards->layout->segs_n * sizeof *shards->sumsq);
+    shards->rounds = 0;
+    shards->count = 0;
+    shards->has_count = shards->has_plain = false;
+    shards->bad_param = shards->bad_rank = -1;
+    shards->settled = shards->agreed = false;
+    shards->gather_hash = 0;
+}
+
+fs_status
+fs_settle(fs_shards *shards)
+{
+    if (shards->settled) {
+        return FS_OK;
+    }
+    fs_counters *mine = shards->blocks[shards->rank].counters;
+    uint64_t order_n = (uint64_t)shards->layout->order_n;
+    FS_TRY(fs_grad_finish_rounds(shards));
+    atomic_store_explicit(&mine->fin, shards->base + shards->rounds * order_n, memory_order_release);
+    fs_bell(shards->world);
+    fs_payload payload = {.u = {shards->rounds}};
+    const fs_what what = {.op = FS_OP_SETTLE, .dtype = -1, .root = -1};
+    FS_TRY(fs_meet(shards->world, &what, &payload, shards->records, 0));
+    uint64_t most = 0;
+    for (int r = 0; r < shards->size; r++) {
+        uint64_t rounds = shards->records[r].u[0];
+        most = rounds > most ? rounds : most;
+        shards->fins[r] = shards->base + rounds * order_n;
+    }
+    shards->fins_known = true;
+    FS_TRY(fs_drain(shards));
+    if (shards->red != shards->base + most * order_n) {
+        return FS_FAIL(FS_EINTERNAL, "settled at contribution %llu of %llu", (unsigned long long)shards->red,
+                       (unsigned long long)(shards->base + most * order_n));
+    }
+    /* Peers that still sum know from their own meet how far this rank came (fins): the counter is set
+     * back before the next fence, pub moves on after it (fs_step_begin_next). */
+    atomic_store_explicit(&mine->fin, UINT64_MAX, memory_order_release);
+    shards->settled = true;
+    return FS_OK;
+}
+
+fs_status
+fs_grad_drop(fs_shards *shards)
+{
+    FS_TRY(fs_shards_ready(shards));
+    FS_TRY(fs_settle(shards));
+    if (!shards->agreed) {
+        const fs_what what = {.op = FS_OP_SETTLE, .dtype = -1, .root = 1};
+        FS_TRY(fs_meet(shards->world, &what, NULL, NULL, 0));
+        fs_step_begin_next(shards);
+    }
+    fs_grad_reset(shards);
+    return FS_OK;
+}

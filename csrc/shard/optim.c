@@ -1,0 +1,72 @@
+/* Scalars of an update, from groups and step counts. */
+#include "optim.h"
+
+#include <math.h>
+
+#include "shards_internal.h"
+
+int
+fs_rule_moments_n(fs_rule rule, double momentum)
+{
+    if (rule == FS_RULE_SGD) {
+        return momentum != 0.0 ? 1 : 0;
+    }
+    return 2;
+}
+
+/* base^exponent by repeated squaring: the same bits on every machine, which pow does not promise. */
+static double
+power(double base, int64_t exponent)
+{
+    double result = 1.0;
+    for (; exponent > 0; exponent >>= 1) {
+        if (exponent & 1) {
+            result *= base;
+        }
+        base *= base;
+    }
+    return result;
+}
+
+fs_hyper
+fs_hyper_make(fs_rule rule, const fs_group *group, int64_t step)
+{
+    fs_hyper hyper = {.rule = rule, .lr = (float)group->lr};
+    if (rule == FS_RULE_SGD) {
+        hyper.decay = (float)group->weight_decay;
+        hyper.beta1 = (float)group->momentum;
+        hyper.nesterov = group->nesterov;
+        hyper.first = step <= 1;
+        return hyper;
+    }
+    double bias1 = 1.0 - power(group->beta1, step);
+    double bias2 = 1.0 - power(group->beta2, step);
+    hyper.decay = (float)(rule == FS_RULE_ADAMW ? 1.0 - group->lr * group->weight_decay : group->weight_decay);
+    hyper.beta1 = (float)group->beta1;
+    hyper.beta2 = (float)group->beta2;
+    hyper.one_minus_beta1 = (float)(1.0 - group->beta1);
+    hyper.one_minus_beta2 = (float)(1.0 - group->beta2);
+    hyper.eps = (float)group->eps;
+    hyper.step_size = (float)(group->lr / bias1);
+    hyper.inv_sqrt_bc2 = (float)(1.0 / sqrt(bias2));
+    return hyper;
+}
+
+fs_status
+fs_optimizer_finish(fs_shards *shards, fs_rule rule, const fs_group *groups, const int *group_of,
+                    int64_t *steps)
+{
+    const fs_layout *layout = shards->layout;
+    FS_TRY(fs_shards_ready(shards));
+    if (!shards->agreed) {
+        return FS_FAIL(FS_ESTATE, "rank %d: no step was agreed on", shards->rank);
+    }
+    bool applied = shards->verdict.applied;
+    for (int p = 0; applied && p < layout->params_n; p++) {
+        if (shards->had[p]) {
+            steps[p]++;
+            shards->hyper[p] = fs_hyper_make(rule, &groups[group_of[p]], steps[p]);
+        }
+    }
+    return fs_step_finish(shards, shards->hyper);
+}

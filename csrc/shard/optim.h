@@ -1,0 +1,26 @@
+/* An optimizer over shards: hyperparameters per group, a step count per parameter, one call a step. */
+#ifndef FS_SHARD_OPTIM_H
+#define FS_SHARD_OPTIM_H
+
+#include "shard.h"
+
+/* Hyperparameters of a group, as the user gave them, in fp64. Unused ones are ignored. */
+typedef struct fs_group {
+    double lr, beta1, beta2, eps, weight_decay, momentum;
+    bool nesterov;
+} fs_group;
+
+/* Moment arrays that the rule keeps: SGD 1 with momentum, else 0; Adam and AdamW 2. */
+int fs_rule_moments_n(fs_rule rule, double momentum);
+
+/* The scalars of step number step (1 = first) of a parameter: fp64, each rounded once.
+ * Source: Kingma & Ba 2015, Loshchilov & Hutter 2019, in the form of torch.optim. */
+fs_hyper fs_hyper_make(fs_rule rule, const fs_group *group, int64_t step);
+
+/* Finishes the step agreed on (fs_step_agree): steps[p] of each parameter that had a gradient moves if
+ * the verdict applied. group_of and steps have params_n entries. */
+FS_NODISCARD fs_status
+fs_optimizer_finish(fs_shards *shards, fs_rule rule, const fs_group *groups, const int *group_of,
+                    int64_t *steps);
+
+#endif

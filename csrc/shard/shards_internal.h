@@ -1,0 +1,163 @@
+/* What shards.c, weights.c, grads.c and step.c share. Nobody else includes this. */
+#ifndef FS_SHARD_SHARDS_INTERNAL_H
+#define FS_SHARD_SHARDS_INTERNAL_H
+
+#include "shard.h"
+
+#include <stdatomic.h>
+
+/* A rank's progress through the contributions of all rounds of all steps, numbered without gaps:
+ * contribution k is unit order[(k - base) % order_n] on every rank. In world memory, one cache line
+ * each; written by its rank alone (release), read by all (acquire). */
+typedef struct fs_counters {
+    _Alignas(64) _Atomic uint64_t pub; /* contributions below this are in this rank's slots */
+    _Alignas(64) _Atomic uint64_t red; /* contributions below this are summed by this rank */
+    _Alignas(64) _Atomic uint64_t fin; /* from this on the rank counts as absent; UINT64_MAX: not yet */
+} fs_counters;
+
+/* Where a rank's arrays are, in its block of world memory. Found for every rank by the same placing
+ * function, so that peers need no pointer tables. */
+typedef struct fs_block {
+    fs_counters *counters;
+    unsigned char *own;    /* weights: the packed kept cuts, or the whole image; NULL in view */
+    unsigned char *slots;  /* gradient slots, see fs_slot_* */
+    unsigned char *acc;    /* summed gradients of the kept cuts, packed */
+    float *master;         /* of the kept cuts, packed; NULL without masters */
+    unsigned char *moments[2];
+} fs_block;
+
+/* One buffer for gathered units (FS_WEIGHTS_SHARD). */
+typedef struct fs_pool_buffer {
+    unsigned char *data;
+    int unit;       /* whose weights it holds, -1: none yet */
+    uint64_t epoch; /* of those weights */
+} fs_pool_buffer;
+
+/* A unit at run time. */
+typedef struct fs_unit {
+    int gathers;       /* not yet released */
+    int pool_first, pool_end; /* buffers it may use */
+    int pool;          /* buffer it is gathered in, -1 */
+    bool opened;       /* its slot is ours to write and holds this micro-batch's or kept gradients */
+    bool complete;     /* published out of turn: waits for the cursor */
+    bool kept_local;   /* the slot holds earlier micro-batches that are not published yet */
+    bool in_spill;     /* gradients came out of turn into spill */
+    unsigned char *spill; /* grad_n elements of precision.reduce, private; NULL until needed */
+    unsigned char *spill_present;
+} fs_unit;
+
+struct fs_shards {
+    fs_world *world; /* not owned */
+    const fs_exec *exec;
+    fs_layout *layout;
+    fs_policy policy;
+    int rank, size;
+    int keep_first; /* cuts [keep_first, keep_first + policy.keep) are kept here */
+    int moments_n;
+    bool moments_open;
+
+    fs_region *image_region; /* FS_WEIGHTS_SHARED */
+    fs_region *block_region;
+    fs_region *moments_region;
+    fs_arena image_arena, block_arena, moments_arena, private_arena;
+    unsigned char *image; /* FS_WEIGHTS_SHARED: all unit buffers end to end */
+    fs_block *blocks;     /* [size] */
+    fs_pool_buffer *pool;
+    int pool_n;
+    fs_unit *units;
+    size_t *slot_at;        /* [slots_n]: bytes from a block's slots */
+    uint64_t *slot_tenant;  /* [slots_n]: my last contribution published there, + 1; 0: none */
+    const void **sources;   /* [size]: scratch of a sum */
+
+    uint64_t weights_epoch; /* moves when weights do */
+    uint64_t gather_hash;   /* of this step's gathers, compared at agree */
+
+    uint64_t base;    /* first contribution of this step */
+    uint64_t rounds;  /* published by this rank in this step */
+    uint64_t red;     /* this rank's counters->red */
+    bool fins_known;  /* settled: every rank's last contribution is in fins, its counter may be reset */
+    uint64_t *fins;   /* [size] */
+    int cursor;       /* next contribution of the current micro-batch */
+    fs_payload *records; /* [size]: what the ranks said at the last fence */
+    int64_t count;    /* of this step's micro-batches here */
+    bool has_count, has_plain; /* a count was given; a round without one was ended */
+    unsigned char *had; /* [params_n] a rank had a gradient in this step */
+    double *sumsq;      /* [segs_n] of what was last written to acc; own cut only */
+    int bad_param, bad_rank;
+
+    bool settled, agreed;
+    double agreed_max_norm;
+    fs_verdict verdict;
+    bool in_step; /* between agree and published: weights are torn if the job ends here */
+    fs_hyper *hyper;    /* [params_n] scratch of the optimizer */
+};
+
+/* Bytes of one element of the compute copy. */
+static inline size_t
+fs_param_nbytes(const fs_shards *shards)
+{
+    return fs_dtype_nbytes(shards->policy.precision.param);
+}
+
+static inline bool
+fs_keeps(const fs_shards *shards, int cut)
+{
+    return cut >= shards->keep_first && cut < shards->keep_first + shards->policy.keep;
+}
+
+/* First cut of the group that keeps cut: the kept cuts of a rank are packed from there on. */
+static inline int
+fs_group_first(const fs_shards *shards, int cut)
+{
+    return cut - cut % shards->policy.keep;
+}
+
+/* Element of seg in the packed state of any rank that keeps its cut. */
+size_t fs_state_at(const fs_shards *shards, const fs_seg *seg);
+
+/* The compute copy of seg as rank (which keeps its cut, or holds whole weights) has it. */
+unsigned char *fs_own_at(const fs_shards *shards, int rank, const fs_seg *seg);
+
+/* May this rank write the compute copy of cut? Shared weights have one writer per cut. */
+static inline bool
+fs_writes_weight(const fs_shards *shards, int cut)
+{
+    return shards->policy.weights == FS_WEIGHTS_SHARED ? cut == shards->rank : fs_keeps(shards, cut);
+}
+
+/* Flags of unit_params_max parameters, then the gradients, of a rank's slot. */
+static inline unsigned char *
+fs_slot_present(const fs_shards *shards, int rank, int slot)
+{
+    return shards->blocks[rank].slots + shards->slot_at[slot];
+}
+
+unsigned char *fs_slot_data(const fs_shards *shards, int rank, int slot);
+
+/* After weights moved: brings whole copies up to date and meets. */
+FS_NODISCARD fs_status
+fs_publish(fs_shards *shards, fs_op op);
+
+/* Sums what every rank has published; never waits. The idle hook of the world. */
+FS_NODISCARD fs_status
+fs_drain(void *shards);
+
+/* Publishes what is left of the current micro-batch and of kept ones; end of this rank's step. */
+FS_NODISCARD fs_status
+fs_grad_finish_rounds(fs_shards *shards);
+
+/* Forgets gradients, counts and verdict; everyone has summed everything. */
+void fs_grad_reset(fs_shards *shards);
+
+/* Settles: every rank's contributions are in and summed. */
+FS_NODISCARD fs_status
+fs_settle(fs_shards *shards);
+
+/* After the fence that follows settling: numbers the next step's contributions. */
+void fs_step_begin_next(fs_shards *shards);
+
+/* The world's lock on misuse: usable, and no step half done. */
+FS_NODISCARD fs_status
+fs_shards_ready(const fs_shards *shards);
+
+#endif

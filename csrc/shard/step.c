@@ -1,0 +1,223 @@
+/* The step: agree (write fence, verdict), update, publish (read fence). */
+#include "shards_internal.h"
+
+#include <math.h>
+#include <string.h>
+
+// ---- agree --------------------------------------------------------------------------------------
+
+enum {
+    RECORD_HAS_COUNT = 1u << 0,  /* a round with a count was ended */
+    RECORD_HAS_PLAIN = 1u << 1,  /* a round without one was ended */
+    RECORD_SKIP = 1u << 2,       /* this rank asks for the step to be skipped */
+    RECORD_GRADIENT = 1u << 3    /* some parameter had a gradient (equal on all ranks) */
+};
+
+/* What a rank says of its cut. Everything the verdict depends on is in here. */
+static fs_payload
+make_record(const fs_shards *shards, bool local_skip)
+{
+    const fs_layout *layout = shards->layout;
+    fs_payload record = {.u = {0}};
+    double sumsq = 0.0;
+    bool gradient = false;
+    for (fs_seg_range s = fs_segs(layout, shards->rank, -1); s.seg < s.end; s.seg++) {
+        if (s.seg->pos_n != FS_FROZEN && shards->had[s.seg->param]) {
+            sumsq += shards->sumsq[s.seg - layout->segs];
+        }
+    }
+    for (int p = 0; p < layout->params_n; p++) {
+        gradient = gradient || shards->had[p] != 0;
+    }
+    record.d[0] = sumsq;
+    record.i[1] = shards->count;
+    record.u[2] = (shards->has_count ? RECORD_HAS_COUNT : 0u) | (shards->has_plain ? RECORD_HAS_PLAIN : 0u) |
+                  (local_skip ? RECORD_SKIP : 0u) | (gradient ? RECORD_GRADIENT : 0u);
+    record.i[3] = shards->bad_param;
+    record.i[4] = shards->bad_rank;
+    return record;
+}
+
+/* The verdict: a pure function of all records, so that every rank holds the same. */
+static fs_verdict
+fold(const fs_payload *records, int size, double max_norm)
+{
+    fs_verdict verdict = {.bad_param = -1, .bad_rank = -1, .clip = 1.0};
+    double sumsq = 0.0;
+    uint64_t flags = 0;
+    for (int r = 0; r < size; r++) {
+        sumsq += records[r].d[0];
+        verdict.count += records[r].i[1];
+        flags |= records[r].u[2];
+        int64_t param = records[r].i[3];
+        if (param >= 0 && (verdict.bad_param < 0 || param < verdict.bad_param)) {
+            verdict.bad_param = (int)param;
+            verdict.bad_rank = (int)records[r].i[4];
+        }
+    }
+    /* Divided once: by the tokens of all ranks, or by the number of ranks where nobody counts. With
+     * counts that add up to nothing every gradient is zero, and so is the step. */
+    double divisor = (flags & RECORD_HAS_COUNT) ? (double)(verdict.count > 0 ? verdict.count : 1)
+                                                : (double)size;
+    verdict.norm = sqrt(sumsq) / divisor;
+    if (max_norm > 0.0) {
+        double clip = max_norm / (verdict.norm + 1e-6); /* torch's form */
+        verdict.clip = clip < 1.0 ? clip : 1.0;
+    }
+    verdict.grad_scale = verdict.clip / divisor;
+    if (flags & RECORD_SKIP) {
+        verdict.reason = FS_SKIP_RANK;
+    } else if (verdict.bad_param >= 0) {
+        verdict.reason = FS_SKIP_NONFINITE;
+        verdict.norm = (double)NAN;
+    } else if (!(flags & RECORD_GRADIENT)) {
+        verdict.reason = FS_SKIP_NO_GRADIENT;
+    } else {
+        verdict.applied = true;
+    }
+    return verdict;
+}
+
+/* Some ranks counted and some did not: the mean has no meaning. Equal on all ranks. */
+static fs_status
+check_counts(const fs_shards *shards)
+{
+    int counted = -1, plain = -1;
+    for (int r = 0; r < shards->size; r++) {
+        if (shards->records[r].u[2] & RECORD_HAS_COUNT) {
+            counted = r;
+        }
+        if (shards->records[r].u[2] & RECORD_HAS_PLAIN) {
+            plain = r;
+        }
+    }
+    if (counted >= 0 && plain >= 0) {
+        return FS_FAIL(FS_EINVAL,
+                       "rank %d gave a count with its micro-batches and rank %d ended one without: give a "
+                       "count everywhere or nowhere",
+                       counted, plain);
+    }
+    return FS_OK;
+}
+
+void
+fs_step_begin_next(fs_shards *shards)
+{
+    shards->base = shards->red;
+    shards->fins_known = false;
+    atomic_store_explicit(&shards->blocks[shards->rank].counters->pub, shards->base,
+                          memory_order_release);
+}
+
+fs_status
+fs_step_agree(fs_shards *shards, double max_norm, bool local_skip, fs_verdict *out)
+{
+    FS_TRY(fs_shards_ready(shards));
+    if (shards->agreed) {
+        bool same = memcmp(&max_norm, &shards->agreed_max_norm, sizeof max_norm) == 0;
+        if (!same) {
+            return FS_FAIL(FS_EINVAL, "rank %d: max_norm is %g, but grad_norm() agreed on %g", shards->rank,
+                           max_norm, shards->agreed_max_norm);
+        }
+        *out = shards->verdict;
+        return FS_OK;
+    }
+    FS_TRY(fs_settle(shards));
+    fs_payload record = make_record(shards, local_skip);
+    fs_what what = {.op = FS_OP_AGREE, .dtype = -1, .root = -1, .tag = shards->gather_hash};
+    memcpy(&what.nbytes, &max_norm, sizeof what.nbytes);
+    FS_TRY(fs_meet(shards->world, &what, &record, shards->records, 0));
+    fs_step_begin_next(shards);
+    fs_status st = check_counts(shards);
+    if (st != FS_OK) {
+        fs_grad_reset(shards);
+        return st;
+    }
+    shards->verdict = fold(shards->records, shards->size, max_norm);
+    shards->agreed_max_norm = max_norm;
+    shards->agreed = true;
+    *out = shards->verdict;
+    return FS_OK;
+}
+
+const unsigned char *
+fs_step_had(const fs_shards *shards)
+{
+    return shards->had;
+}
+
+// ---- update -------------------------------------------------------------------------------------
+
+static void
+update_segment(fs_shards *shards, const fs_seg *seg, const fs_hyper *hyper)
+{
+    const fs_precision *precision = &shards->policy.precision;
+    const fs_block *block = &shards->blocks[shards->rank];
+    size_t at = fs_state_at(shards, seg);
+    unsigned char *weight = fs_own_at(shards, shards->rank, seg);
+    fs_update update = {
+        .hyper = *hyper,
+        .grad_scale = (float)shards->verdict.grad_scale,
+        .grad = block->acc + at * fs_dtype_nbytes(precision->accumulate),
+        .grad_dtype = precision->accumulate,
+        .master = block->master == NULL ? NULL : block->master + at,
+        .weight_dtype = precision->param,
+        .moment_dtype = precision->moments,
+        .n = seg->end - seg->begin,
+    };
+    if (fs_writes_weight(shards, seg->cut)) {
+        update.weight = weight;
+    } else {
+        update.weight_read = weight;
+    }
+    size_t moment_at = at * fs_dtype_nbytes(precision->moments);
+    update.moment1 = shards->moments_n > 0 ? block->moments[0] + moment_at : NULL;
+    update.moment2 = shards->moments_n > 1 ? block->moments[1] + moment_at : NULL;
+    shards->exec->device->update(shards->exec, &update);
+}
+
+static void
+update_cut(fs_shards *shards, int cut, const fs_hyper *hyper)
+{
+    for (fs_seg_range s = fs_segs(shards->layout, cut, -1); s.seg < s.end; s.seg++) {
+        if (s.seg->pos_n != FS_FROZEN && shards->had[s.seg->param]) {
+            update_segment(shards, s.seg, &hyper[s.seg->param]);
+        }
+    }
+}
+
+static fs_status
+update_and_publish(fs_shards *shards, const fs_hyper *hyper)
+{
+    const fs_policy *policy = &shards->policy;
+    int end = shards->keep_first + policy->keep;
+    for (int c = shards->keep_first; c < end; c++) {
+        if (c != shards->rank) {
+            update_cut(shards, c, hyper);
+        }
+    }
+    /* Where the shared weight is its own master, the copies of a cut's state are moved from the old
+     * weight: its one writer waits until all have read it. */
+    if (policy->keep > 1 && policy->weights == FS_WEIGHTS_SHARED && !policy->precision.master) {
+        const fs_what what = {.op = FS_OP_UPDATE, .dtype = -1, .root = -1};
+        FS_TRY(fs_meet(shards->world, &what, NULL, NULL, FS_NOSIG));
+    }
+    update_cut(shards, shards->rank, hyper);
+    return fs_publish(shards, FS_OP_PUBLISH);
+}
+
+fs_status
+fs_step_finish(fs_shards *shards, const fs_hyper *hyper)
+{
+    FS_TRY(fs_shards_ready(shards));
+    if (!shards->agreed) {
+        return FS_FAIL(FS_ESTATE, "rank %d: no step was agreed on", shards->rank);
+    }
+    if (shards->verdict.applied) {
+        shards->in_step = true;
+        FS_TRY(update_and_publish(shards, hyper));
+        shards->in_step = false;
+    }
+    fs_grad_reset(shards);
+    return FS_OK;
+}
