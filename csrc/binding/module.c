@@ -8,6 +8,7 @@ add_all(PyObject *module)
         fs_py_add_core,
         fs_py_add_kernels,
         fs_py_add_io,
+        fs_py_add_machine,
     };
     if (fs_numpy_import() < 0) {
         return -1;

@@ -1,0 +1,12 @@
+/* What the cores reach in matrix products: the denominator of model FLOP utilisation. */
+#ifndef FS_DEVICE_MEASURE_H
+#define FS_DEVICE_MEASURE_H
+
+#include "device.h"
+
+/* Runs sgemm of (512 x threads, 512, 512) for about seconds and gives the best rate of one product,
+ * FLOP/s. Holds about 3 MB while it runs. FS_ESTATE before fs_gemm_load. */
+FS_NODISCARD fs_status
+fs_gemm_measure(const fs_exec *exec, double seconds, double *out_flops);
+
+#endif
