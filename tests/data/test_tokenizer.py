@@ -40,15 +40,6 @@ def test_saved_bytes_are_a_tokenizer_json(tmp_path: Path) -> None:
     assert isinstance(load_tokenizer(tmp_path / "tokenizer.json"), ByteTokenizer)
 
 
-@pytest.mark.torch
-def test_saved_bytes_open_in_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    ByteTokenizer().save(tmp_path)
-    other = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert other(TEXT)["input_ids"] == list(TEXT.encode())
-    assert other.eos_token_id == 0
-
-
 def trained(folder: Path, **special: list[str]) -> Path:
     engine = pytest.importorskip("tokenizers")
     tokenizer = engine.Tokenizer(engine.models.BPE())

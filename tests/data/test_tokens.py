@@ -165,6 +165,23 @@ def test_heldout_counts_each_token_once_on_any_world(numbers: Path, world: int, 
     assert sorted(targets[targets != IGNORED].tolist()) == list(range(9_501, 10_000))
 
 
+def test_heldout_may_be_thinned(numbers: Path) -> None:
+    def heldout(size: int, batch: int) -> list[int]:
+        parts = [
+            list(
+                data.tokens(
+                    numbers, world=rank_of(r, size), batch=batch, length=10, split="heldout", most=7
+                )
+            )
+            for r in range(size)
+        ]
+        rows = np.concatenate([b.targets for part in parts for b in part])
+        return sorted(rows[rows[:, 0] != IGNORED, 0].tolist())
+
+    assert heldout(1, 1) == [9_501 + 10 * (i * 50 // 7) for i in range(7)]
+    assert heldout(2, 2) == heldout(3, 5) == heldout(1, 1)
+
+
 def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -295,6 +312,7 @@ def test_cache_is_mapped_and_keyed(tmp_path: Path) -> None:
         ("a.jsonl", b'{"content": "a"}\n', {}, "line 1: expected .* got keys \\['content'\\]"),
         ("a.jsonl", b"[1]\n", {}, "got list"),
         ("a.txt", b"x" * 99, {"batch": 0}, "batch 0: expected at least 1"),
+        ("a.txt", b"x" * 99, {"most": 0}, "most 0: expected at least 1"),
         ("a.txt", b"x" * 99, {"length": 0}, "length 0: expected at least 1"),
         ("a.txt", b"x" * 99, {"holdout": 0.9}, "holdout 0.9: expected 0 to 0.5"),
         ("a.txt", b"x" * 99, {"split": "test"}, "split 'test': expected one of"),

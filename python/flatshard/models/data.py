@@ -60,6 +60,7 @@ def tokens(
     seed: int = 0,
     split: str = "train",
     holdout: float = 0.05,
+    most: int | None = None,
     glob: str | Sequence[str] = "*",
     exclude: str | Sequence[str] = (),
     encoding: str = "utf-8",
@@ -91,6 +92,8 @@ def tokens(
         The part held out, 0 to 0.5. Of ``1 / holdout`` documents or more, every
         ``1 / holdout``-th is held out whole; of fewer, the end of the corpus. Depends on nothing
         else.
+    most : int, optional
+        Of ``"heldout"``: at most so many sequences, evenly spaced over it.
 
     Returns
     -------
@@ -117,7 +120,8 @@ def tokens(
     >>> inputs.shape, bool((inputs[:, 1:] == targets[:, :-1]).all())
     ((8, 256), True)
     """
-    for name, value in (("batch", batch), ("length", length)):
+    sizes = {"batch": batch, "length": length, "most": 1 if most is None else most}
+    for name, value in sizes.items():
         if value < 1:
             raise ConfigError(f"{name} {value}: expected at least 1")
     if split not in SPLITS:
@@ -142,6 +146,7 @@ def tokens(
         seed=seed,
         split=split,
         holdout=holdout,
+        most=most,
     )
 
 
@@ -163,6 +168,7 @@ class Tokens:
         seed: int = 0,
         split: str = "train",
         holdout: float = 0.05,
+        most: int | None = None,
     ) -> None:
         self.corpus = corpus
         self.rank, self.world_size = rank, world_size
@@ -179,7 +185,8 @@ class Tokens:
                     f"data {corpus.source!r}: a held-out part of {self.token_count} tokens; "
                     "raise holdout, or give more data"
                 )
-            self.sequences = -(-(self.token_count - 1) // length)
+            self._held = -(-(self.token_count - 1) // length)
+            self.sequences = self._held if most is None else min(self._held, most)
             return
         if self.token_count < length + 1:
             raise ConfigError(
@@ -321,7 +328,10 @@ class Tokens:
             rows = np.zeros((self.batch, self.length + 1), np.int32)
             known = np.zeros(self.batch, np.int64)  # tokens a row really has
             for row in range(self.batch):
-                begin = (global_first + self.rank * self.batch + row) * self.length
+                sequence = global_first + self.rank * self.batch + row
+                if sequence >= self.sequences:
+                    continue  # a row without tokens: every rank makes the same number of batches
+                begin = sequence * self._held // self.sequences * self.length
                 known[row] = min(self.length + 1, max(0, self.token_count - begin))
                 rows[row, : known[row]] = self._take(begin, int(known[row]))
             batch = _batch(rows)

@@ -1,0 +1,137 @@
+"""``flatshard env``: this machine, as flatshard sees it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import json
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .. import _core, blas
+from ..models.report import size
+
+__all__ = ["main", "report"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the report, as lines or as one JSON object."""
+    parser = argparse.ArgumentParser(
+        prog="flatshard env", description="This machine, as flatshard sees it.", allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    values = report()
+    if options.json:
+        print(json.dumps(values, indent=1))
+        return 0
+    for key, value in values.items():
+        if key.endswith("_bytes"):
+            key, value = key.removesuffix("_bytes"), None if value is None else size(value)
+        print(f"{key:<16} {_words(value)}")
+    return 0
+
+
+def report() -> dict[str, Any]:
+    """What is there; plain values.
+
+    Returns
+    -------
+    dict
+        ``machine``, ``system``, ``python``, ``flatshard``, ``build``, ``isa`` (in use), ``isas``
+        (that run here), ``cores`` (this process may use), ``memory_bytes`` (of the machine, or the
+        cgroup's limit where that is lower), ``memory_free_bytes``, ``blas`` (library and core),
+        ``cuda`` (what there is, or why it is not used), ``processes`` (can ranks be processes?),
+        ``packages`` and ``variables`` (the FLATSHARD_* that are set).
+    """
+    core = _core.machine()
+    try:
+        library = blas.load()
+    except (OSError, NotImplementedError) as error:
+        library = f"none: {error}"
+    limit, free = memory()
+    return {
+        "machine": " ".join(filter(None, (platform.machine(), processor()))),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "flatshard": version("flatshard"),
+        "build": core["build"],
+        "isa": core["isa"],
+        "isas": core["isas"],
+        "cores": core["cores"],
+        "memory_bytes": limit,
+        "memory_free_bytes": free,
+        "blas": library,
+        "cuda": cuda(),
+        "processes": "yes" if hasattr(os, "memfd_create") else "no: ranks are threads here",
+        "packages": {name: version(name) for name in ("numpy", "tokenizers", "matplotlib")},
+        "variables": {name: value for name in _core.env_table() if (value := os.environ.get(name))},
+    }
+
+
+def processor() -> str:
+    """The processor's name as the system has it; empty where it has none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text("utf-8", "replace")
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return names[0] if names else ""
+
+
+def memory() -> tuple[int | None, int | None]:
+    """Bytes this process may use and bytes that are free; None where the system does not say."""
+    total = free = None
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key == "MemTotal":
+                total = int(value.split()[0]) * 1024
+            elif key == "MemAvailable":
+                free = int(value.split()[0]) * 1024
+    except (OSError, ValueError):
+        return None, None
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit = int(Path("/sys/fs/cgroup", limit_file).read_text())
+            used = int(Path("/sys/fs/cgroup", used_file).read_text())
+        except (OSError, ValueError):  # no such version of cgroups, or "max"
+            continue
+        if total is not None and limit < total:
+            total, free = limit, min(free or limit, max(0, limit - used))
+    return total, free
+
+
+def cuda() -> str:
+    """Why no GPU is used, and what of CUDA is on this machine."""
+    driver = ctypes.util.find_library("cuda")
+    compiler = shutil.which("nvcc")
+    found = [text for text, there in (("a driver", driver), ("nvcc", compiler)) if there]
+    here = f"{' and '.join(found)} found" if found else "no driver and no nvcc found"
+    return f"not used: this version computes on the CPU ({here})"
+
+
+def version(package: str) -> str:
+    """Of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items()) or "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)
