@@ -17,7 +17,7 @@
 
 /* Each file of the binding adds its types and functions here, called once by module.c. */
 int fs_py_add_core(PyObject *module);    /* py_core.c: env, cpu, build, gemm library */
-int fs_py_add_machine(PyObject *module); /* py_machine.c: processor, matrix library */
+int fs_py_add_machine(PyObject *module); /* py_machine.c: how fast matrix products are */
 int fs_py_add_kernels(PyObject *module); /* py_kernels.c: device table, for tests and benchmarks */
 int fs_py_add_world(PyObject *module);   /* py_world.c: Job, World, collectives */
 int fs_py_add_shards(PyObject *module);  /* py_shards.c: Shards, step */

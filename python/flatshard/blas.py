@@ -50,7 +50,7 @@ def load() -> str:
     str
         Its version and the core it chose.
     """
-    return str(_core.blas_load(find()))
+    return str(_core.gemm_load(find()))
 
 
 def flops(*, threads: int = 1, seconds: float = 0.2) -> float:
@@ -68,4 +68,4 @@ def flops(*, threads: int = 1, seconds: float = 0.2) -> float:
         FLOP/s of the best product of (512 x threads, 512, 512).
     """
     load()
-    return float(_core.blas_flops(seconds, threads))
+    return float(_core.gemm_flops(seconds, threads))

@@ -49,7 +49,6 @@ def report() -> dict[str, Any]:
         ``cuda`` (what there is, or why it is not used), ``processes`` (can ranks be processes?),
         ``packages`` and ``variables`` (the FLATSHARD_* that are set).
     """
-    core = _core.machine()
     try:
         library = blas.load()
     except (OSError, NotImplementedError) as error:
@@ -60,10 +59,10 @@ def report() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "flatshard": version("flatshard"),
-        "build": core["build"],
-        "isa": core["isa"],
-        "isas": core["isas"],
-        "cores": core["cores"],
+        "build": _core.build_id(),
+        "isa": _core.cpu_isa(),
+        "isas": _core.cpu_isas(),
+        "cores": _core.cpu_count(),
         "memory_bytes": limit,
         "memory_free_bytes": free,
         "blas": library,
