@@ -112,6 +112,8 @@ def test_only_the_binding_knows_python() -> None:
 # ---- C: one of each -----------------------------------------------------------------------------
 
 ONE_FILE = {
+    "the wait on a futex": r"\bSYS_futex\b|\bFUTEX_WAIT\w*",
+    "taking room in the data file": r"(?<!\w)(posix_)?fallocate\(",
     "a status becomes an exception": (
         r"\bPyErr_Set(String|Object|FromErrno\w*)\(|\bfs_status_message\(\)"
     ),
@@ -120,6 +122,8 @@ ONE_FILE = {
     "loading a library": r"\bdlopen\(",
 }
 EXPECTED_FILE = {
+    "the wait on a futex": "csrc/comm/",
+    "taking room in the data file": "csrc/comm/",
     "a status becomes an exception": "csrc/binding/raise.c",
     "streaming stores": "csrc/device/",
     "reading the environment": "csrc/base/env.c",
