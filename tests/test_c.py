@@ -23,7 +23,8 @@ def cases() -> list[tuple[str, str]]:
     found = []
     for source in sorted(FOLDER.glob("test_*.c")):
         flavours = {"plain", "asan"} | declared(source, "sanitizers") | declared(source, "flavours")
-        found += [(flavour, source.stem) for flavour in flavours]
+        # Those for Arm need a cross compiler and an emulator: .ci/run has them.
+        found += [(flavour, source.stem) for flavour in flavours - {"neon"}]
     return sorted(found)
 
 
