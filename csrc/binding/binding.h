@@ -22,6 +22,7 @@ int fs_py_add_kernels(PyObject *module); /* py_kernels.c: device table, for test
 int fs_py_add_world(PyObject *module);   /* py_world.c: Job, World, collectives */
 int fs_py_add_shards(PyObject *module);  /* py_shards.c: Shards, step */
 int fs_py_add_llama(PyObject *module);   /* py_llama.c */
+int fs_py_add_model_ops(PyObject *module); /* py_model_ops.c: one by one, for tests and benchmarks */
 int fs_py_add_io(PyObject *module);      /* py_io.c: safetensors, checkpoints */
 
 /* The one place that turns a status into an exception: sets it and returns NULL. world may be NULL; it
@@ -72,6 +73,7 @@ void fs_note_caller(fs_world *world);
     } while (0)
 
 /* The C objects behind Python objects, for the other files; NULL with an exception when closed. */
+const fs_exec *fs_py_kernels_exec(PyObject *kernels);
 fs_world *fs_py_world_get(PyObject *world);
 struct fs_shards;
 struct fs_shards *fs_py_shards_get(PyObject *shards);

@@ -9,6 +9,7 @@ add_all(PyObject *module)
         fs_py_add_kernels,
         fs_py_add_io,
         fs_py_add_machine,
+        fs_py_add_model_ops,
     };
     if (fs_numpy_import() < 0) {
         return -1;

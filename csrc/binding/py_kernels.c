@@ -78,6 +78,16 @@ kernels_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
+const fs_exec *
+fs_py_kernels_exec(PyObject *object)
+{
+    if (Py_TYPE(object)->tp_dealloc != kernels_dealloc) {
+        (void)PyErr_Format(PyExc_TypeError, "Kernels expected, not %s", Py_TYPE(object)->tp_name);
+        return NULL;
+    }
+    return &((kernels_object *)object)->exec;
+}
+
 /* Takes an array, or leaves out zeroed for None. */
 static int
 take_optional(PyObject *object, const char *arg, bool writeable, fs_buffer *out)
