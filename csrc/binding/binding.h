@@ -28,6 +28,8 @@ int fs_py_add_io(PyObject *module);      /* py_io.c: safetensors, checkpoints */
 /* The one place that turns a status into an exception: sets it and returns NULL. world may be NULL; it
  * is where FS_ABORTED finds its cause and report. */
 PyObject *fs_raise(fs_status status, fs_world *world);
+/* FS_ABORTED for a rank whose world never opened. */
+PyObject *fs_raise_job(const fs_job *job, int rank);
 
 /* NumPy, wrapped so that its C API stays in py_numpy.c. -------------------------------------------- */
 
@@ -59,17 +61,26 @@ int fs_dtype_take(PyObject *object, fs_dtype *out);
 /* Called once by module.c. */
 int fs_numpy_import(void);
 
-/* Notes the Python line of the caller for reports, releases the GIL around call, saves and restores the
- * floating-point state, takes the GIL. Use: FS_CALL(world, status, fs_barrier(world)); */
-void fs_note_caller(fs_world *world);
-#define FS_CALL(world, status, call)            \
-    do {                                        \
-        fs_note_caller(world);                  \
-        Py_BEGIN_ALLOW_THREADS                  \
-        fs_fp_state fs_call_fp_ = fs_fp_enter(); \
-        (status) = (call);                      \
-        fs_fp_leave(fs_call_fp_);               \
-        Py_END_ALLOW_THREADS                    \
+/* One call of the core. Notes the Python line of the caller for reports, refuses a second call of this
+ * world from another thread (or from a signal handler), releases the GIL around call, saves and
+ * restores the floating-point state, takes the GIL. A signal handler that raised during a wait makes
+ * the status a failure even where the core went on; fs_raise then hands out that exception. world may
+ * be NULL. Use: FS_CALL(world, status, fs_barrier(world)); */
+FS_NODISCARD fs_status
+fs_call_begin(fs_world *world);
+FS_NODISCARD fs_status
+fs_call_end(fs_world *world, fs_status status);
+#define FS_CALL(world, status, call)                      \
+    do {                                                  \
+        (status) = fs_call_begin(world);                  \
+        if ((status) == FS_OK) {                          \
+            Py_BEGIN_ALLOW_THREADS                        \
+            fs_fp_state fs_call_fp_ = fs_fp_enter();      \
+            (status) = (call);                            \
+            fs_fp_leave(fs_call_fp_);                     \
+            Py_END_ALLOW_THREADS                          \
+            (status) = fs_call_end((world), (status));    \
+        }                                                 \
     } while (0)
 
 /* The C objects behind Python objects, for the other files; NULL with an exception when closed. */

@@ -10,6 +10,7 @@ add_all(PyObject *module)
         fs_py_add_io,
         fs_py_add_machine,
         fs_py_add_model_ops,
+        fs_py_add_world,
     };
     if (fs_numpy_import() < 0) {
         return -1;

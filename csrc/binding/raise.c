@@ -27,9 +27,11 @@ raise_ours(const char *name, const char *text)
     }
 }
 
-/* What ended the job, as the exception that names it. */
+/* What ended the job, as the exception that names it. A launcher may kill survivors within a tenth of
+ * a second of a death, so a process says it on stderr first; ranks that are threads share the caller's,
+ * and raise only. */
 static void
-raise_cause(fs_world *world)
+raise_cause(const fs_job *job, int rank, int threads)
 {
     static const char *const names[] = {
         [FS_CAUSE_NONE] = "WorldError",         [FS_CAUSE_DIED] = "PeerLost",
@@ -37,15 +39,18 @@ raise_cause(fs_world *world)
         [FS_CAUSE_MISMATCH] = "CollectiveMismatch", [FS_CAUSE_INTERRUPTED] = "PeerLost",
         [FS_CAUSE_ERROR] = "PeerLost",
     };
-    fs_cause cause = fs_job_cause(fs_world_job(world));
-    if (cause.kind == FS_CAUSE_INTERRUPTED && cause.rank == fs_world_rank(world)) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetNone(PyExc_KeyboardInterrupt);
-        }
+    static int said; /* once per process; guarded by the GIL */
+    fs_cause cause = fs_job_cause(job);
+    if (cause.kind == FS_CAUSE_INTERRUPTED && cause.rank == rank) {
+        PyErr_SetNone(PyExc_KeyboardInterrupt);
         return;
     }
     char report[FS_MESSAGE_NBYTES];
-    fs_job_report(fs_world_job(world), report, sizeof report);
+    fs_job_report(job, report, sizeof report);
+    if (!threads && !said) {
+        said = 1;
+        PySys_FormatStderr("flatshard: rank %d stops: %s\n", rank, report);
+    }
     raise_ours(names[cause.kind], report);
 }
 
@@ -79,9 +84,9 @@ fs_raise(fs_status status, fs_world *world)
     }
     case FS_ABORTED:
         if (world != NULL) {
-            raise_cause(world);
+            raise_cause(fs_world_job(world), fs_world_job_rank(world), fs_world_is_threads(world));
         } else {
-            raise_ours("WorldError", text);
+            raise_ours("CollectiveTimeout", text); /* a rank did not come to the job at all */
         }
         break;
     case FS_ECORRUPT:
@@ -100,6 +105,15 @@ fs_raise(fs_status status, fs_world *world)
     case FS_EINTERNAL:
         PyErr_Format(PyExc_SystemError, "flatshard: internal fault: %s", text);
         break;
+    }
+    return NULL;
+}
+
+PyObject *
+fs_raise_job(const fs_job *job, int rank)
+{
+    if (!PyErr_Occurred()) {
+        raise_cause(job, rank, fs_job_is_threads(job));
     }
     return NULL;
 }

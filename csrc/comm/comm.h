@@ -42,6 +42,7 @@ typedef struct fs_cause {
 } fs_cause;
 
 fs_cause fs_job_cause(const fs_job *job);
+bool fs_job_is_threads(const fs_job *job);
 
 /* Formats who arrived, who did not, each rank's operation, unit, step and Python line, and the cause.
  * Text stored by fs_job_leave appears here. Always ends the text with NUL. */
@@ -58,21 +59,38 @@ typedef struct fs_deadlines {
 FS_NODISCARD fs_status
 fs_job_threads(int n, fs_job **out);
 
-/* How processes find each other; see job.c. All strings are copied. */
+/* Asked in waits; true = stop waiting. The binding runs Python's signal handlers here. */
+typedef bool (*fs_interrupted)(void *ctx);
+
+/* How processes find each other; see join.c. */
 typedef struct fs_join {
     int rank, size;
-    const char *name;  /* unique per job, user and restart */
-    int inherited_fd;  /* a rendezvous descriptor given by the launcher, or -1 */
+    const char *name;   /* unique per job, user and restart: equal on all ranks, on no other job */
+    const char *folder; /* where a socket may be made in a private folder; NULL: nowhere */
+    /* Descriptors that a launcher made with fs_job_create and this process inherited: taken over,
+     * on failure too; -1: none, ask rank 0 through a socket. */
+    int data_fd, lock_fd;
     double timeout_s;
+    fs_interrupted interrupted; /* may be NULL */
+    void *interrupted_ctx;
 } fs_join;
 
-/* Joins a job of processes of this host. Every rank of the job must call it. */
+/* Makes the shared state of a job of size processes, for a launcher: ranks inherit the descriptors. The
+ * caller closes the job when they have started. */
+FS_NODISCARD fs_status
+fs_job_create(int size, fs_job **out, int *out_data_fd, int *out_lock_fd);
+
+/* Joins a job of processes of this host. Every rank of the job must call it. FS_ABORTED when not all
+ * came in time, or when interrupted; FS_EUNSUPPORTED where only worlds of threads exist. */
 FS_NODISCARD fs_status
 fs_job_join(const fs_join *join, fs_job **out);
 
 /* Marks the calling rank as gone, with a reason (an exception's text, or NULL for a clean end):
  * peers that wait for it raise at once. Called by close, by atexit, and by a rank thread's finally. */
 void fs_job_leave(fs_job *job, int rank, const char *reason);
+
+/* Asked by every wait of worlds opened on the job from now on, as by fs_world_set_interrupted. */
+void fs_job_set_interrupted(fs_job *job, fs_interrupted interrupted, void *ctx);
 
 /* Ends the job from outside of its ranks (Ctrl-C in the thread that waits for rank threads): every
  * wait of every rank fails with FS_CAUSE_INTERRUPTED, rank -1. */
@@ -108,6 +126,10 @@ bool fs_world_is_threads(const fs_world *world);
 FS_NODISCARD fs_status
 fs_world_usable(const fs_world *world);
 
+/* Marks this rank's world as in a call: false if it is in one already. One call at a time. */
+bool fs_world_enter(fs_world *world);
+void fs_world_exit(fs_world *world);
+
 /* Changes how long this rank waits, from the next wait on. */
 void fs_world_set_deadlines(fs_world *world, const fs_deadlines *deadlines);
 fs_deadlines fs_world_deadlines(const fs_world *world);
@@ -118,9 +140,8 @@ fs_deadlines fs_world_deadlines(const fs_world *world);
 void fs_world_note_line(fs_world *world, const char *file, int line);
 void fs_world_note_unit(fs_world *world, const char *unit, int64_t step);
 
-/* Asked in every wait of the rank's main thread; true = stop waiting with FS_CAUSE_INTERRUPTED.
- * The binding runs Python's signal handlers here. */
-typedef bool (*fs_interrupted)(void *ctx);
+/* Asked in every wait of this rank but those with FS_NOSIG, every 50 ms; true ends the job with
+ * FS_CAUSE_INTERRUPTED. */
 void fs_world_set_interrupted(fs_world *world, fs_interrupted interrupted, void *ctx);
 
 /* Messages for the logger, queued by C and drained by Python: false when the queue is empty. */

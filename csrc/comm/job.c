@@ -189,6 +189,13 @@ fs_job_abort(fs_job *job, int reporter, fs_cause_kind kind, int culprit)
 }
 
 void
+fs_job_set_interrupted(fs_job *job, fs_interrupted interrupted, void *ctx)
+{
+    job->interrupted = interrupted;
+    job->interrupted_ctx = ctx;
+}
+
+void
 fs_job_interrupt(fs_job *job)
 {
     if (!fs_job_is_forked(job)) {
@@ -207,6 +214,12 @@ fs_job_cause(const fs_job *job)
         cause.pid = atomic_load(&job->page->slot[cause.rank].pid);
     }
     return cause;
+}
+
+bool
+fs_job_is_threads(const fs_job *job)
+{
+    return job->threads;
 }
 
 void

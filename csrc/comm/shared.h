@@ -117,6 +117,8 @@ struct fs_job {
     fs_job_page *page;
     fs_arena memory; /* of page, in a thread job */
     int data_fd, lock_fd;
+    fs_interrupted interrupted; /* of worlds opened from now on */
+    void *interrupted_ctx;
     pthread_mutex_t lock; /* guards regions. A leaf: nothing is waited for while it is held */
     fs_region *regions;
 };
@@ -175,7 +177,7 @@ struct fs_world {
     int64_t spin_ns, spin_max_ns;
     char *events; /* [FS_EVENTS_MAX][FS_REPORT_NBYTES] */
     unsigned events_first, events_n;
-    bool closed;
+    _Atomic bool busy; /* in a call */
 };
 
 // ---- job.c --------------------------------------------------------------------------------------

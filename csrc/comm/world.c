@@ -58,6 +58,8 @@ world_new(fs_job *job, int rank, int size, const fs_exec *exec, const fs_deadlin
     world->size = size;
     world->exec = exec;
     world->deadlines = *deadlines;
+    world->interrupted = job->interrupted;
+    world->interrupted_ctx = job->interrupted_ctx;
     world->spin_max_ns = (size_t)job->size <= fs_cpu_count() ? FS_SPIN_MAX_NS : 0;
     world->spin_ns = world->spin_max_ns;
     *out = world;
@@ -241,6 +243,9 @@ fs_world_split(fs_world *world, int64_t color, int64_t key, fs_world **out)
             st = FS_FAIL(FS_ENOMEM, "split: rank %d could not make its part's page", world->ranks[r]);
         }
     }
+    if (st != FS_OK && at != 0) {
+        fs_span_free(world->job, at, fs_world_page_nbytes(n)); /* nobody maps it: all fail alike */
+    }
     if (st == FS_OK && color >= 0) {
         st = split_found(world, members, n, me, all[members[0]].u[SPLIT_AT], out);
     }
@@ -309,6 +314,19 @@ fs_world_usable(const fs_world *world)
         return fs_world_aborted(world);
     }
     return FS_OK;
+}
+
+bool
+fs_world_enter(fs_world *world)
+{
+    bool free = false;
+    return atomic_compare_exchange_strong(&world->busy, &free, true);
+}
+
+void
+fs_world_exit(fs_world *world)
+{
+    atomic_store(&world->busy, false);
 }
 
 void

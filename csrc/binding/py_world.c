@@ -1,0 +1,707 @@
+/* Jobs and worlds as Python objects: how they begin and end, and what can be asked of them. */
+#include "py_world.h"
+
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../base/cpu.h"
+#include "../base/env.h"
+
+static PyTypeObject *job_type, *world_type; /* one module per process, which is never unloaded */
+
+// ---- calls --------------------------------------------------------------------------------------
+
+/* Folder of the package, with the separator: frames in it are ours, not the caller's. */
+static char package_folder[1024];
+static size_t package_folder_n;
+
+static void
+set_package_folder(PyObject *module)
+{
+    PyObject *file = PyModule_GetFilenameObject(module);
+    const char *path = file != NULL ? PyUnicode_AsUTF8(file) : NULL;
+    const char *slash = path != NULL ? strrchr(path, '/') : NULL;
+    size_t n = slash != NULL ? (size_t)(slash - path) + 1 : 0;
+    if (n != 0 && n < sizeof package_folder) {
+        memcpy(package_folder, path, n);
+        package_folder_n = n;
+    }
+    PyErr_Clear(); /* without it reports name our own lines */
+    Py_XDECREF(file);
+}
+
+/* The innermost line that is not flatshard's own. */
+static void
+note_caller(fs_world *world)
+{
+    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
+    while (frame != NULL) {
+        PyCodeObject *code = PyFrame_GetCode(frame);
+        const char *file = PyUnicode_AsUTF8(code->co_filename);
+        PyFrameObject *back = NULL;
+        if (file == NULL) {
+            PyErr_Clear();
+        } else if (package_folder_n != 0 && strncmp(file, package_folder, package_folder_n) == 0) {
+            back = PyFrame_GetBack(frame);
+        } else {
+            fs_world_note_line(world, file, PyFrame_GetLineNumber(frame));
+        }
+        Py_DECREF(code);
+        Py_DECREF(frame);
+        frame = back;
+    }
+}
+
+fs_status
+fs_call_begin(fs_world *world)
+{
+    if (world == NULL) {
+        return FS_OK;
+    }
+    if (!fs_world_enter(world)) {
+        return FS_FAIL(FS_ESTATE, "this world is in a call already: one thread of a rank uses it at a "
+                       "time, and a signal handler not at all");
+    }
+    note_caller(world);
+    return FS_OK;
+}
+
+fs_status
+fs_call_end(fs_world *world, fs_status status)
+{
+    if (world != NULL) {
+        fs_world_exit(world);
+    }
+    return status == FS_OK && PyErr_Occurred()
+               ? FS_FAIL(FS_ABORTED, "a signal handler raised during a wait")
+               : status;
+}
+
+/* Runs Python's signal handlers (they run in the main thread only); true if one raised. */
+static bool
+check_signals(void *Py_UNUSED(ctx))
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    bool stop = PyErr_Occurred() != NULL || PyErr_CheckSignals() < 0;
+    PyGILState_Release(state);
+    return stop;
+}
+
+static void
+deliver_events(fs_py_world *self)
+{
+    char text[FS_MESSAGE_NBYTES];
+    while (fs_world_next_event(self->world, text, sizeof text)) {
+        if (self->on_event == NULL) {
+            continue;
+        }
+        PyObject *result = PyObject_CallFunction(self->on_event, "s", text);
+        if (result == NULL) {
+            PyErr_WriteUnraisable(self->on_event);
+        }
+        Py_XDECREF(result);
+    }
+}
+
+/* The same for a world, whose reports go to the logger while it still waits. */
+static bool
+look_up(void *ctx)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    bool stop = PyErr_Occurred() != NULL;
+    if (!stop) {
+        deliver_events(ctx);
+        stop = PyErr_CheckSignals() < 0;
+    }
+    PyGILState_Release(state);
+    return stop;
+}
+
+// ---- job ----------------------------------------------------------------------------------------
+
+static PyObject *
+new_job(fs_job *job, int data_fd, int lock_fd)
+{
+    fs_py_job *self = PyObject_New(fs_py_job, job_type);
+    if (self == NULL) {
+        fs_job_close(job);
+        return NULL;
+    }
+    self->job = job;
+    self->data_fd = data_fd;
+    self->lock_fd = lock_fd;
+    return (PyObject *)self;
+}
+
+/* An int; -1 with an exception when it does not fit. */
+static int
+to_int(PyObject *object)
+{
+    long value = PyLong_AsLong(object);
+    if (value > INT_MAX || value < INT_MIN) {
+        value = INT_MAX; /* refused below like any number of ranks that is too large */
+    }
+    return (int)value;
+}
+
+static PyObject *
+job_threads(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    int n = to_int(arg);
+    if (n == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    fs_job *job;
+    fs_status st = fs_job_threads(n, &job);
+    return st == FS_OK ? new_job(job, -1, -1) : fs_raise(st, NULL);
+}
+
+static PyObject *
+job_create(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    int n = to_int(arg), data_fd, lock_fd;
+    if (n == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    fs_job *job;
+    fs_status st = fs_job_create(n, &job, &data_fd, &lock_fd);
+    return st == FS_OK ? new_job(job, data_fd, lock_fd) : fs_raise(st, NULL);
+}
+
+static PyObject *
+job_join(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"rank", "size", "name", "folder", "data_fd", "lock_fd", "timeout", NULL};
+    fs_join join = {.interrupted = check_signals};
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iisziid:job_join", names, &join.rank, &join.size,
+                                     &join.name, &join.folder, &join.data_fd, &join.lock_fd,
+                                     &join.timeout_s)) {
+        return NULL;
+    }
+    fs_job *job = NULL;
+    fs_status st;
+    FS_CALL(NULL, st, fs_job_join(&join, &job));
+    if (st != FS_OK) {
+        fs_job_close(job);
+        return fs_raise(st, NULL);
+    }
+    fs_job_set_interrupted(job, check_signals, NULL);
+    return new_job(job, -1, -1);
+}
+
+static void
+job_dealloc(PyObject *object)
+{
+    fs_py_job *self = (fs_py_job *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    fs_job_close(self->job);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static fs_job *
+open_job(PyObject *object)
+{
+    fs_job *job = ((fs_py_job *)object)->job;
+    if (job == NULL) {
+        (void)FS_FAIL(FS_ESTATE, "the job is closed");
+        (void)fs_raise(FS_ESTATE, NULL);
+    }
+    return job;
+}
+
+static PyObject *
+job_leave(PyObject *self, PyObject *args)
+{
+    int rank;
+    const char *reason;
+    if (!PyArg_ParseTuple(args, "iz:leave", &rank, &reason)) {
+        return NULL;
+    }
+    fs_job_leave(((fs_py_job *)self)->job, rank, reason);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+job_interrupt(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    if (((fs_py_job *)self)->job != NULL) {
+        fs_job_interrupt(((fs_py_job *)self)->job);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+job_close(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    fs_py_job *self = (fs_py_job *)object;
+    fs_job_close(self->job);
+    self->job = NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+job_report(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    fs_job *job = open_job(self);
+    if (job == NULL) {
+        return NULL;
+    }
+    char text[FS_MESSAGE_NBYTES];
+    fs_job_report(job, text, sizeof text);
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+static PyObject *
+job_files(PyObject *object, void *Py_UNUSED(closure))
+{
+    fs_py_job *self = (fs_py_job *)object;
+    return Py_BuildValue("(ii)", self->data_fd, self->lock_fd);
+}
+
+/* Threads of this rank when the caller does not say: FLATSHARD_THREADS, else its share. */
+static int
+choose_threads(long asked, int ranks, size_t *out)
+{
+    const char *text = fs_env_get("FLATSHARD_THREADS");
+    if (asked > 0) {
+        *out = (size_t)asked;
+    } else if (text != NULL) {
+        char *end;
+        long value = strtol(text, &end, 10);
+        if (*end != '\0' || value < 1 || value > 4096) {
+            (void)FS_FAIL(FS_EINVAL, "FLATSHARD_THREADS=%s is not a number of threads, 1 to 4096", text);
+            (void)fs_raise(FS_EINVAL, NULL);
+            return -1;
+        }
+        *out = (size_t)value;
+    } else {
+        unsigned share = fs_cpu_count() / (unsigned)ranks;
+        *out = share > 0 ? share : 1;
+    }
+    return 0;
+}
+
+static PyObject *
+job_world(PyObject *object, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"rank", "ranks", "timeout", "report_after", "threads", NULL};
+    int rank, ranks;
+    long threads = 0;
+    fs_deadlines deadlines;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iiddl:world", names, &rank, &ranks,
+                                     &deadlines.timeout_s, &deadlines.report_after_s, &threads)) {
+        return NULL;
+    }
+    fs_job *job = open_job(object);
+    if (job == NULL) {
+        return NULL;
+    }
+    fs_py_world *self = PyObject_New(fs_py_world, world_type);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->world = NULL;
+    self->parent = Py_NewRef(object);
+    self->exec = (fs_exec){NULL, NULL};
+    self->on_event = NULL;
+    if (choose_threads(threads, ranks > 0 ? ranks : 1, &self->threads) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    fs_isa isa;
+    fs_status st = fs_isa_choose(&isa);
+    if (st == FS_OK) {
+        st = fs_device_cpu(isa, &self->exec.device);
+    }
+    if (st == FS_OK) {
+        st = fs_pool_open(self->threads, &self->exec.pool);
+    }
+    if (st == FS_OK) {
+        FS_CALL(NULL, st, fs_world_open(job, rank, &self->exec, &deadlines, &self->world));
+    }
+    if (st != FS_OK) {
+        fs_world *world = self->world;
+        self->world = NULL;
+        if (st == FS_ABORTED && world == NULL) {
+            (void)fs_raise_job(job, rank);
+        } else {
+            (void)fs_raise(st, world);
+        }
+        fs_world_close(world);
+        Py_DECREF(self);
+        return NULL;
+    }
+    fs_world_set_interrupted(self->world, look_up, self);
+    return (PyObject *)self;
+}
+
+// ---- world --------------------------------------------------------------------------------------
+
+fs_world *
+fs_py_world_get(PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, world_type)) {
+        (void)FS_FAIL(FS_ETYPE, "expected a world, got %s", Py_TYPE(object)->tp_name);
+        (void)fs_raise(FS_ETYPE, NULL);
+        return NULL;
+    }
+    fs_world *world = ((fs_py_world *)object)->world;
+    if (world == NULL) {
+        (void)FS_FAIL(FS_ESTATE, "the world is closed");
+        (void)fs_raise(FS_ESTATE, NULL);
+    }
+    return world;
+}
+
+static void
+world_end(fs_py_world *self)
+{
+    if (self->world != NULL) {
+        deliver_events(self);
+        fs_world_close(self->world);
+        self->world = NULL;
+    }
+}
+
+static void
+world_dealloc(PyObject *object)
+{
+    fs_py_world *self = (fs_py_world *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject *type_, *value, *traceback;
+    PyErr_Fetch(&type_, &value, &traceback);
+    world_end(self);
+    fs_pool_close(self->exec.pool);
+    Py_XDECREF(self->on_event);
+    Py_XDECREF(self->parent);
+    PyErr_Restore(type_, value, traceback);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *
+world_close(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    fs_py_world *self = (fs_py_world *)object;
+    if (self->world != NULL && !fs_world_enter(self->world)) {
+        (void)FS_FAIL(FS_ESTATE, "the world is in a call of another thread");
+        return fs_raise(FS_ESTATE, NULL);
+    }
+    world_end(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+world_split(PyObject *object, PyObject *args)
+{
+    long long color, key;
+    fs_world *world = fs_py_world_get(object), *part = NULL;
+    if (world == NULL || !PyArg_ParseTuple(args, "LL:split", &color, &key)) {
+        return NULL;
+    }
+    fs_status st;
+    FS_CALL(world, st, fs_world_split(world, color, key, &part));
+    if (st != FS_OK) {
+        fs_world_close(part);
+        return fs_raise(st, world);
+    }
+    if (part == NULL) {
+        Py_RETURN_NONE;
+    }
+    fs_py_world *self = PyObject_New(fs_py_world, world_type);
+    if (self == NULL) {
+        fs_world_close(part);
+        return NULL;
+    }
+    const fs_py_world *parent = (fs_py_world *)object;
+    self->world = part;
+    self->parent = Py_NewRef(object);
+    self->exec = (fs_exec){NULL, NULL};
+    self->threads = parent->threads;
+    self->on_event = Py_XNewRef(parent->on_event);
+    fs_world_set_interrupted(part, look_up, self);
+    return (PyObject *)self;
+}
+
+static PyObject *
+world_usable(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    fs_world *world = fs_py_world_get(object);
+    if (world == NULL) {
+        return NULL;
+    }
+    fs_status st = fs_world_usable(world);
+    if (st != FS_OK) {
+        return fs_raise(st, world);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+world_set_deadlines(PyObject *object, PyObject *args)
+{
+    fs_deadlines deadlines;
+    fs_world *world = fs_py_world_get(object);
+    if (world == NULL || !PyArg_ParseTuple(args, "dd:set_deadlines", &deadlines.timeout_s,
+                                           &deadlines.report_after_s)) {
+        return NULL;
+    }
+    fs_world_set_deadlines(world, &deadlines);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+world_deadlines(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    fs_world *world = fs_py_world_get(object);
+    if (world == NULL) {
+        return NULL;
+    }
+    fs_deadlines deadlines = fs_world_deadlines(world);
+    return Py_BuildValue("(dd)", deadlines.timeout_s, deadlines.report_after_s);
+}
+
+static PyObject *
+world_note(PyObject *object, PyObject *args)
+{
+    const char *unit;
+    long long step;
+    fs_world *world = fs_py_world_get(object);
+    if (world == NULL || !PyArg_ParseTuple(args, "zL:note", &unit, &step)) {
+        return NULL;
+    }
+    fs_world_note_unit(world, unit, step);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+world_memory(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    fs_world *world = fs_py_world_get(object);
+    PyObject *table = world != NULL ? PyDict_New() : NULL;
+    if (table == NULL) {
+        return NULL;
+    }
+    fs_ledger *ledger = fs_world_ledger(world);
+    for (int c = 0; c < FS_MEM_CLASS_COUNT; c++) {
+        size_t private_nbytes = ledger->private_nbytes[c], world_nbytes = ledger->world_nbytes[c];
+        PyObject *row = Py_BuildValue("(nnn)", (Py_ssize_t)private_nbytes, (Py_ssize_t)world_nbytes,
+                                      (Py_ssize_t)ledger->peak_nbytes[c]);
+        if (row == NULL ||
+            PyDict_SetItemString(table, fs_mem_class_name((fs_mem_class)c), row) < 0) {
+            Py_XDECREF(row);
+            Py_DECREF(table);
+            return NULL;
+        }
+        Py_DECREF(row);
+    }
+    return table;
+}
+
+static PyObject *
+world_threads_used(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    fs_world *world = fs_py_world_get(object);
+    return world != NULL ? PyLong_FromSize_t(fs_pool_threads_used(fs_world_exec(world)->pool)) : NULL;
+}
+
+static PyObject *
+world_get_number(PyObject *object, void *closure)
+{
+    static int (*const getters[])(const fs_world *) = {fs_world_rank, fs_world_size,
+                                                       fs_world_job_rank};
+    fs_world *world = fs_py_world_get(object);
+    return world != NULL ? PyLong_FromLong(getters[(intptr_t)closure](world)) : NULL;
+}
+
+static PyObject *
+world_get_threads(PyObject *object, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(((fs_py_world *)object)->threads);
+}
+
+static PyObject *
+world_get_is_threads(PyObject *object, void *Py_UNUSED(closure))
+{
+    fs_world *world = fs_py_world_get(object);
+    return world != NULL ? PyBool_FromLong(fs_world_is_threads(world)) : NULL;
+}
+
+static PyObject *
+world_get_device(PyObject *object, void *Py_UNUSED(closure))
+{
+    fs_world *world = fs_py_world_get(object);
+    return world != NULL ? PyUnicode_FromString(fs_world_exec(world)->device->name) : NULL;
+}
+
+static PyObject *
+world_get_on_event(PyObject *object, void *Py_UNUSED(closure))
+{
+    PyObject *on_event = ((fs_py_world *)object)->on_event;
+    return Py_NewRef(on_event != NULL ? on_event : Py_None);
+}
+
+static int
+world_set_on_event(PyObject *object, PyObject *value, void *Py_UNUSED(closure))
+{
+    Py_XSETREF(((fs_py_world *)object)->on_event,
+               value != NULL && value != Py_None ? Py_NewRef(value) : NULL);
+    return 0;
+}
+
+// ---- test hooks ---------------------------------------------------------------------------------
+
+static PyObject *
+wait_fault_at(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_ssize_t nth;
+    int what;
+    if (!PyArg_ParseTuple(args, "ni:wait_fault_at", &nth, &what)) {
+        return NULL;
+    }
+    return PyLong_FromSize_t(fs_wait_fault_at((size_t)nth, what));
+}
+
+static PyObject *
+wait_set_delay(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned seed, max_us;
+    if (!PyArg_ParseTuple(args, "II:wait_set_delay", &seed, &max_us)) {
+        return NULL;
+    }
+    fs_wait_set_delay(seed, max_us);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+alloc_fail_at(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    Py_ssize_t nth = PyLong_AsSsize_t(arg);
+    if (nth == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    return PyLong_FromSize_t(fs_alloc_fail_at((size_t)nth));
+}
+
+// ---- types --------------------------------------------------------------------------------------
+
+#define KEYWORDS(function) ((PyCFunction)(void (*)(void))(function))
+
+static PyMethodDef job_methods[] = {
+    {"world", KEYWORDS(job_world), METH_VARARGS | METH_KEYWORDS,
+     "world($self, /, rank, ranks, timeout, report_after, threads)\n--\n\n"
+     "This rank's world of the whole job; collective. threads 0: this rank's share of ranks."},
+    {"leave", job_leave, METH_VARARGS,
+     "leave($self, rank, reason, /)\n--\n\nMarks a rank as gone; reason None: a clean end."},
+    {"interrupt", job_interrupt, METH_NOARGS, "interrupt($self, /)\n--\n\nEnds every wait of the job."},
+    {"report", job_report, METH_NOARGS, "report($self, /)\n--\n\nWho has come, who has not, and why."},
+    {"close", job_close, METH_NOARGS, "close($self, /)\n--\n\nDrops this reference."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef job_getset[] = {
+    {"files", job_files, NULL, "(data, locks): descriptors for children of job_create", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot job_slots[] = {
+    {Py_tp_dealloc, (void *)job_dealloc},
+    {Py_tp_methods, job_methods},
+    {Py_tp_getset, job_getset},
+    {Py_tp_doc, "The ranks' shared fate. Made by job_threads, job_create or job_join."},
+    {0, NULL},
+};
+
+static PyType_Spec job_spec = {
+    .name = "flatshard._core.Job",
+    .basicsize = sizeof(fs_py_job),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = job_slots,
+};
+
+static const PyMethodDef life_methods[] = {
+    {"split", world_split, METH_VARARGS,
+     "split($self, color, key, /)\n--\n\nThe world of the ranks with this color; None for color < 0."},
+    {"usable", world_usable, METH_NOARGS, "usable($self, /)\n--\n\nRaises if the world is poisoned."},
+    {"set_deadlines", world_set_deadlines, METH_VARARGS,
+     "set_deadlines($self, timeout, report_after, /)\n--\n\nSeconds, from the next wait on."},
+    {"deadlines", world_deadlines, METH_NOARGS, "deadlines($self, /)\n--\n\n(timeout, report_after)."},
+    {"note", world_note, METH_VARARGS,
+     "note($self, unit, step, /)\n--\n\nWhat reports say this rank is doing."},
+    {"memory", world_memory, METH_NOARGS,
+     "memory($self, /)\n--\n\nclass -> (private, world, peak) bytes of this rank."},
+    {"threads_used", world_threads_used, METH_NOARGS,
+     "threads_used($self, /)\n--\n\nThreads that have run at least one task."},
+    {"close", world_close, METH_NOARGS, "close($self, /)\n--\n\nLeaves. Never waits."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef world_getset[] = {
+    {"rank", world_get_number, NULL, "this rank in the world", (void *)0},
+    {"size", world_get_number, NULL, "ranks of the world", (void *)1},
+    {"job_rank", world_get_number, NULL, "this rank in the whole job", (void *)2},
+    {"threads", world_get_threads, NULL, "compute threads of this rank", NULL},
+    {"is_threads", world_get_is_threads, NULL, "are ranks threads of one process?", NULL},
+    {"device", world_get_device, NULL, "name of the device table", NULL},
+    {"on_event", world_get_on_event, world_set_on_event, "called with the text of each event", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef world_methods[64];
+
+static PyType_Slot world_slots[] = {
+    {Py_tp_dealloc, (void *)world_dealloc},
+    {Py_tp_methods, world_methods},
+    {Py_tp_getset, world_getset},
+    {Py_tp_doc, "One rank's part in a world."},
+    {0, NULL},
+};
+
+static PyType_Spec world_spec = {
+    .name = "flatshard._core.World",
+    .basicsize = sizeof(fs_py_world),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = world_slots,
+};
+
+static PyMethodDef functions[] = {
+    {"job_threads", job_threads, METH_O,
+     "job_threads($module, n, /)\n--\n\nA job whose n ranks are threads of this process."},
+    {"job_create", job_create, METH_O,
+     "job_create($module, size, /)\n--\n\nThe state of a job of processes, for a launcher."},
+    {"job_join", KEYWORDS(job_join), METH_VARARGS | METH_KEYWORDS,
+     "job_join($module, /, rank, size, name, folder, data_fd, lock_fd, timeout)\n--\n\n"
+     "Joins a job of processes of this host."},
+    {"wait_fault_at", wait_fault_at, METH_VARARGS,
+     "wait_fault_at($module, nth, what, /)\n--\n\nTest hook: the nth wait kills (1), stops (2) or fails "
+     "(3). Returns waits since the last call."},
+    {"wait_set_delay", wait_set_delay, METH_VARARGS,
+     "wait_set_delay($module, seed, max_us, /)\n--\n\nTest hook: waits sleep a random time first."},
+    {"alloc_fail_at", alloc_fail_at, METH_O,
+     "alloc_fail_at($module, nth, /)\n--\n\nTest hook: the nth allocation fails. Returns allocations "
+     "since the last call."},
+    {NULL, NULL, 0, NULL},
+};
+
+int
+fs_py_add_world(PyObject *module)
+{
+    set_package_folder(module);
+    size_t n = 0;
+    const PyMethodDef *const parts[] = {life_methods, fs_py_collect_methods};
+    for (size_t p = 0; p < 2; p++) {
+        for (const PyMethodDef *method = parts[p]; method->ml_name != NULL; method++) {
+            world_methods[n++] = *method;
+        }
+    }
+    job_type = (PyTypeObject *)PyType_FromSpec(&job_spec);
+    world_type = (PyTypeObject *)PyType_FromSpec(&world_spec);
+    if (job_type == NULL || world_type == NULL ||
+        PyModule_AddObjectRef(module, "Job", (PyObject *)job_type) < 0 ||
+        PyModule_AddObjectRef(module, "World", (PyObject *)world_type) < 0) {
+        return -1;
+    }
+    return PyModule_AddFunctions(module, functions);
+}
