@@ -40,6 +40,19 @@ const char *fs_status_message(void);
 /* errno of the calling thread's last FS_ESYS failure. */
 int fs_status_errno(void);
 
+/* A failure taken off its thread, to be told later or on another rank. Plain bytes. */
+typedef struct fs_kept {
+    int status;      /* fs_status */
+    int saved_errno; /* of FS_ESYS; its words are not in text */
+    char text[1016];
+} fs_kept;
+
+/* Takes the calling thread's last failure, which gave code (FS_OK: nothing happened). */
+void fs_status_keep(fs_status code, fs_kept *out);
+
+/* Fails with a kept failure again, its text behind prefix. FS_OK when nothing was kept. */
+fs_status fs_status_tell(const fs_kept *kept, const char *prefix);
+
 #define FS_FAIL(code, ...) fs_status_fail((code), __VA_ARGS__)
 #define FS_FAIL_ERRNO(...) fs_status_fail_errno(__VA_ARGS__)
 
