@@ -87,6 +87,11 @@ fs_call_end(fs_world *world, fs_status status);
 const fs_exec *fs_py_kernels_exec(PyObject *kernels);
 fs_world *fs_py_world_get(PyObject *world);
 struct fs_shards;
-struct fs_shards *fs_py_shards_get(PyObject *shards);
+/* A method that uses shards stands between enter and leave: a second call from another Python thread
+ * while the first runs without the GIL is an error, not a race. enter returns NULL with an exception. */
+struct fs_shards *fs_py_shards_enter(PyObject *shards);
+void fs_py_shards_leave(PyObject *shards);
+/* The world object (borrowed) that shards were opened in. */
+PyObject *fs_py_shards_world(PyObject *shards);
 
 #endif

@@ -7,6 +7,7 @@ add_all(PyObject *module)
     static int (*const parts[])(PyObject *) = {
         fs_py_add_core,
         fs_py_add_kernels,
+        fs_py_add_shards,
         fs_py_add_io,
         fs_py_add_machine,
         fs_py_add_model_ops,

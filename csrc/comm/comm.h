@@ -110,8 +110,12 @@ fs_world_open(fs_job *job, int rank, const fs_exec *exec, const fs_deadlines *de
 FS_NODISCARD fs_status
 fs_world_split(fs_world *world, int64_t color, int64_t key, fs_world **out);
 
-/* Leaves (if nobody did) and frees. Never waits. NULL is fine. */
+/* Leaves (if nobody did) and drops the opener's reference. Never waits. NULL is fine. */
 void fs_world_close(fs_world *world);
+
+/* Keeps a closed world's struct (not its membership) for what was opened in it and is closed later. */
+void fs_world_retain(fs_world *world);
+void fs_world_release(fs_world *world);
 
 int fs_world_rank(const fs_world *world);
 /* The same rank in the world of all ranks (fs_cause.rank counts there). */

@@ -178,6 +178,8 @@ struct fs_world {
     char *events; /* [FS_EVENTS_MAX][FS_REPORT_NBYTES] */
     unsigned events_first, events_n;
     _Atomic bool busy; /* in a call */
+    bool closed;       /* has left; the struct stays for those who retained it */
+    _Atomic int refs;
 };
 
 // ---- job.c --------------------------------------------------------------------------------------

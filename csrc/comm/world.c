@@ -53,6 +53,7 @@ world_new(fs_job *job, int rank, int size, const fs_exec *exec, const fs_deadlin
     fs_status st;
     FS_TRY_GOTO(fs_calloc((size_t)size, sizeof *world->ranks, &world->ranks), st, fail);
     FS_TRY_GOTO(fs_calloc(FS_EVENTS_MAX, FS_REPORT_NBYTES, &world->events), st, fail);
+    atomic_store(&world->refs, 1);
     world->job = job;
     world->rank = rank;
     world->size = size;
@@ -103,12 +104,9 @@ fs_world_open(fs_job *job, int rank, const fs_exec *exec, const fs_deadlines *de
     return FS_OK;
 }
 
-void
-fs_world_close(fs_world *world)
+static void
+world_leave(fs_world *world)
 {
-    if (world == NULL) {
-        return;
-    }
     fs_job *job = world->job;
     if (!fs_job_is_forked(job)) {
         atomic_store(&world->page->member[world->rank].closed, 1);
@@ -122,9 +120,35 @@ fs_world_close(fs_world *world)
                 fs_span_free(job, world->page_at, world->page_nbytes);
             }
         }
-        fs_job_close(job);
     }
-    world_free(world);
+    world->closed = true;
+}
+
+void
+fs_world_close(fs_world *world)
+{
+    if (world == NULL) {
+        return;
+    }
+    if (!world->closed) {
+        world_leave(world);
+    }
+    fs_world_release(world);
+}
+
+void
+fs_world_retain(fs_world *world)
+{
+    atomic_fetch_add(&world->refs, 1);
+}
+
+void
+fs_world_release(fs_world *world)
+{
+    if (atomic_fetch_sub(&world->refs, 1) == 1) {
+        fs_job_close(world->job);
+        world_free(world);
+    }
 }
 
 // ---- split --------------------------------------------------------------------------------------
@@ -309,6 +333,9 @@ fs_world_usable(const fs_world *world)
     if (fs_job_is_forked(world->job)) {
         return FS_FAIL(FS_ESTATE, "this world belongs to the parent process: a forked child cannot use "
                        "it; start workers with 'spawn', or do not touch the world in them");
+    }
+    if (world->closed) {
+        return FS_FAIL(FS_ESTATE, "the world is closed");
     }
     if (atomic_load_explicit(&world->job->page->abort, memory_order_acquire) != 0) {
         return fs_world_aborted(world);

@@ -1,7 +1,7 @@
 /* Opening, planning and closing shards: every byte is placed here, by functions that only bump arenas. */
 #include "shards_internal.h"
 
-#include <string.h>
+#include <stdio.h>
 #include <unistd.h>
 
 #include "../base/checked.h"
@@ -292,7 +292,6 @@ open_lists(fs_shards *shards)
     FS_TRY(fs_calloc((size_t)layout->slots_n, sizeof *shards->slot_tenant, &shards->slot_tenant));
     size_t slots_nbytes;
     FS_TRY(slot_sizes(layout, &shards->policy, shards->slot_at, &slots_nbytes));
-    FS_TRY(fs_calloc((size_t)shards->size, sizeof *shards->records, &shards->records));
     FS_TRY(fs_calloc((size_t)shards->size, sizeof *shards->fins, &shards->fins));
     FS_TRY(fs_calloc((size_t)shards->size, sizeof *shards->sources, &shards->sources));
     FS_TRY(fs_calloc((size_t)layout->params_n, 1, &shards->had));
@@ -319,10 +318,50 @@ hash_policy(const fs_policy *policy)
     return hash;
 }
 
+/* A fence at which one rank's failure becomes everybody's: without it the others would wait for a rank
+ * that has gone back to its caller. The failing rank keeps its own message; it may have no room for the
+ * records of the others. */
+static fs_status
+agree_on(fs_world *world, const fs_what *what, fs_status mine, fs_payload *records)
+{
+    fs_payload payload = {.u = {(uint64_t)mine}};
+    char why[FS_MESSAGE_NBYTES];
+    (void)snprintf(why, sizeof why, "%s", fs_status_message());
+    fs_status met = fs_meet(world, what, &payload, records, 0);
+    if (mine != FS_OK) {
+        return FS_FAIL(mine, "%s", why);
+    }
+    FS_TRY(met);
+    for (int r = 0; r < fs_world_size(world); r++) {
+        if (records[r].u[0] != FS_OK) {
+            return FS_FAIL((fs_status)records[r].u[0], "rank %d could not open its shards", r);
+        }
+    }
+    return FS_OK;
+}
+
+static void
+set_identity(fs_shards *shards, fs_world *world, const fs_policy *policy, fs_payload *records)
+{
+    fs_world_retain(world);
+    shards->world = world;
+    shards->exec = fs_world_exec(world);
+    shards->rank = fs_world_rank(world);
+    shards->size = fs_world_size(world);
+    shards->policy = *policy;
+    shards->records = records;
+    shards->keep_first = shards->rank - shards->rank % policy->keep;
+    shards->weights_epoch = 1;
+    shards->bad_param = shards->bad_rank = -1;
+}
+
 fs_status
 fs_shards_open(fs_world *world, fs_layout *layout, const fs_policy *policy, fs_shards **out)
 {
     fs_shards *shards = NULL;
+    fs_payload *records = NULL;
+    const fs_what what = {.op = FS_OP_OPEN, .dtype = (int32_t)policy->precision.param, .root = -1,
+                          .nbytes = hash_policy(policy), .tag = layout->hash};
     fs_status st = check_policy(policy, layout->size);
     if (st == FS_OK && layout->size != fs_world_size(world)) {
         st = FS_FAIL(FS_EINVAL, "a layout of %d cuts in a world of %d", layout->size,
@@ -331,31 +370,32 @@ fs_shards_open(fs_world *world, fs_layout *layout, const fs_policy *policy, fs_s
     if (st == FS_OK) {
         st = fs_calloc(1, sizeof *shards, &shards);
     }
-    if (st != FS_OK) {
-        fs_layout_free(layout);
-        return st;
+    if (st == FS_OK) {
+        st = fs_calloc((size_t)layout->size, sizeof *records, &records);
     }
+    FS_TRY_GOTO(agree_on(world, &what, st, records), st, fail);
+    set_identity(shards, world, policy, records);
     shards->layout = layout;
-    shards->policy = *policy;
-    shards->world = world;
-    shards->exec = fs_world_exec(world);
-    shards->rank = fs_world_rank(world);
-    shards->size = layout->size;
-    shards->keep_first = shards->rank - shards->rank % policy->keep;
-    shards->weights_epoch = 1;
-    shards->bad_param = shards->bad_rank = -1;
-    const fs_what what = {.op = FS_OP_OPEN, .dtype = (int32_t)policy->precision.param, .root = -1,
-                          .nbytes = hash_policy(policy), .tag = layout->hash};
-    FS_TRY_GOTO(fs_meet(world, &what, NULL, NULL, 0), st, fail);
-    FS_TRY_GOTO(open_lists(shards), st, fail);
-    FS_TRY_GOTO(open_memory(shards), st, fail);
-    atomic_store_explicit(&shards->blocks[shards->rank].counters->fin, UINT64_MAX, memory_order_release);
-    /* Nobody may read a peer's counters before the peer has set them. */
-    FS_TRY_GOTO(fs_meet(world, &what, NULL, NULL, 0), st, fail);
-    FS_TRY_GOTO(fs_world_add_idle(world, fs_drain, shards), st, fail);
+    layout = NULL;
+    records = NULL;
+    FS_TRY_GOTO(agree_on(world, &what, open_lists(shards), shards->records), st, fail);
+    st = open_memory(shards);
+    if (st == FS_OK) {
+        atomic_store_explicit(&shards->blocks[shards->rank].counters->fin, UINT64_MAX,
+                              memory_order_release);
+        st = fs_world_add_idle(world, fs_drain, shards);
+    }
+    /* Also the fence before which nobody may read a peer's counters. */
+    FS_TRY_GOTO(agree_on(world, &what, st, shards->records), st, fail);
     *out = shards;
     return FS_OK;
 fail:
+    if (layout != NULL) { /* not handed over yet: shards hold nothing */
+        fs_layout_free(layout);
+        fs_free(records);
+        fs_free(shards);
+        return st;
+    }
     fs_shards_close(shards);
     return st;
 }
@@ -427,6 +467,7 @@ fs_shards_close(fs_shards *shards)
     fs_free(shards->hyper);
     fs_free(shards->sumsq);
     fs_layout_free(shards->layout);
+    fs_world_release(shards->world);
     fs_free(shards);
 }
 
