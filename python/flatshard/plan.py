@@ -1,0 +1,275 @@
+"""Memory, before and while it is used: the plan, the ledger, and what is kept in which
+precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from . import _core
+from .errors import MemoryBudgetError
+from .policy import MixedPrecision, Policy, Precision, Sharding, resolve
+from .shard import Parameter, Shards, core_definition, default_unit
+
+__all__ = ["Plan", "describe", "memory", "plan"]
+
+#: Moment arrays of each optimizer by name.
+_MOMENTS = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
+
+
+def _bytes(n: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:,.1f} {unit}"
+        n /= 1024
+    raise AssertionError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every class of memory, per rank and per host, to the byte.
+
+    Parameters
+    ----------
+    ranks : tuple of dict
+        For each rank: class to (private, world) bytes. World bytes are memory shared with the other
+        ranks of the host, each byte charged to the rank that owns it.
+    what : str
+        What was planned, in words.
+    """
+
+    ranks: tuple[dict[str, tuple[int, int]], ...]
+    what: str
+
+    def rank(self, rank: int = 0) -> dict[str, int]:
+        """Class to bytes charged to a rank."""
+        return {name: sum(row) for name, row in self.ranks[rank].items()}
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Class to bytes of all ranks: a host that holds the whole world."""
+        return {name: sum(sum(rank[name]) for rank in self.ranks) for name in self.ranks[0]}
+
+    @property
+    def rank_nbytes(self) -> int:
+        """Bytes of the rank that needs most."""
+        return max(sum(map(sum, rank.values())) for rank in self.ranks)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of all ranks."""
+        return sum(self.host.values())
+
+    def table(self) -> str:
+        """The plan as text, one class a line."""
+        lines = [self.what, f"{'':14}{'rank 0':>14}{'host':>14}"]
+        host = self.host
+        for name, nbytes in self.rank(0).items():
+            if nbytes or host[name]:
+                lines.append(f"{name:14}{_bytes(nbytes):>14}{_bytes(host[name]):>14}")
+        lines.append(
+            f"{'total':14}{_bytes(sum(self.rank(0).values())):>14}{_bytes(self.host_nbytes):>14}"
+        )
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _add(a: dict[str, tuple[int, int]], b: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    return {name: (a[name][0] + b[name][0], a[name][1] + b[name][1]) for name in a}
+
+
+def _shapes(source: Mapping[str, Any]) -> tuple[list[Parameter], list[tuple[str, int, int]]]:
+    """Parameters and units of a mapping of names to shapes or arrays."""
+    order: dict[str, list[str]] = {}
+    for name in source:
+        order.setdefault(default_unit(name), []).append(name)
+    last = len(order) - 1
+    parameters = [
+        Parameter(name, None, tuple(getattr(source[name], "shape", source[name])), u)
+        for u, names in enumerate(order.values())
+        for name in names
+    ]
+    return parameters, [(unit, last - u, last - u) for u, unit in enumerate(order)]
+
+
+def plan(
+    source: Any,
+    *,
+    world_size: int,
+    sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
+    precision: Precision = "fp32",
+    optimizer: str = "adamw",
+    batch: tuple[int, int] | None = None,
+    checkpointing: bool = False,
+    budget: int | None = None,
+) -> Plan:
+    """Count the memory of a training run without allocating any of it.
+
+    Parameters
+    ----------
+    source : str, path, dict, or mapping of str to shape or array
+        A native model (a size by name, a configuration, a Hugging Face folder), or parameters.
+    world_size : int
+        Ranks.
+    sharding : Sharding
+        What each rank keeps.
+    precision : str or MixedPrecision
+        A preset or a mix.
+    optimizer : {"sgd", "sgd-momentum", "adam", "adamw"}
+        Decides the moments.
+    batch : (int, int), optional
+        Sequences and tokens of a micro-batch: adds what a native model's forward and backward hold.
+    checkpointing : bool
+        Activations are recomputed in backward (native models).
+    budget : int, bytes, optional
+        Room of the host.
+
+    Returns
+    -------
+    Plan
+        Computed by running the functions that place memory, without memory: what opening the same
+        thing charges to the ledger, to the byte.
+
+    Raises
+    ------
+    MemoryBudgetError
+        The host's total is above ``budget``; the text has the table.
+    ValueError
+        An unknown optimizer, or ``batch`` for something that is no native model.
+    """
+    if optimizer not in _MOMENTS:
+        raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(_MOMENTS)}")
+    policy = resolve(world_size, sharding=sharding, precision=precision)
+    native = not isinstance(source, Mapping) or "model_type" in source or "hidden_size" in source
+    config: Any = None
+    if native:
+        from .models.config import load_config
+        from .models.llama import define, plan_rows
+
+        config = load_config(source)
+        parameters, units = define(config)
+    else:
+        if batch is not None:
+            raise ValueError("batch= needs a native model: only its activations are known")
+        parameters, units = _shapes(cast("Mapping[str, Any]", source))
+    definition = core_definition(parameters, units)
+    ranks = []
+    for rank in range(world_size):
+        rows = _core.shards_plan(*definition, policy.core(), world_size, rank, _MOMENTS[optimizer])
+        charged = {name: (row[0], row[1]) for name, row in rows.items()}
+        if batch is not None:
+            charged = _add(
+                charged, plan_rows(config, policy, world_size, batch, checkpointing=checkpointing)
+            )
+        ranks.append(charged)
+    numel = sum(p.numel for p in parameters)
+    what = (
+        f"{numel:,} parameters, {world_size} ranks, stage {sharding.stage}, "
+        f"gather {policy.sharding.gather}, {_precision_name(precision)}, {optimizer}"
+    )
+    if batch is not None:
+        what += f", batch {batch[0]} x {batch[1]}"
+    made = Plan(tuple(ranks), what)
+    if budget is not None and made.host_nbytes > budget:
+        raise MemoryBudgetError(
+            f"needs {_bytes(made.host_nbytes)} of {_bytes(budget)} on the host\n{made.table()}"
+        )
+    return made
+
+
+def _precision_name(precision: Precision) -> str:
+    return precision if isinstance(precision, str) else repr(precision)
+
+
+def memory(target: Any) -> dict[str, tuple[int, int, int]]:
+    """What this rank planned, holds, and has held at most, by class.
+
+    Parameters
+    ----------
+    target : World, Shards, or anything with ``.shards``
+        For a world, planned is what is held: only shards and models have a plan.
+
+    Returns
+    -------
+    dict of str to (int, int, int)
+        Class to (planned, held, peak) bytes charged to this rank: private memory and its share of
+        memory shared with other ranks. Held and peak are those of the whole world object.
+    """
+    world = target if hasattr(target, "memory") else target.shards.world
+    rows = world.memory()
+    if target is world:
+        return {name: (row[0] + row[1], row[0] + row[1], row[2]) for name, row in rows.items()}
+    planned = target.planned() if hasattr(target, "planned") else target.shards.planned()
+    return {
+        name: (sum(planned.get(name, (0, 0))), row[0] + row[1], row[2])
+        for name, row in rows.items()
+    }
+
+
+def _phases(policy: Policy) -> list[tuple[str, str, str]]:
+    """(phase, buffer, dtype and home) for every buffer, from the policy's fields alone."""
+    p: MixedPrecision = policy.precision
+    homes = {
+        "shared": "world memory, one copy on the host",
+        "whole": "world memory, whole on each rank",
+        "shard": "world memory, owned part on each rank",
+    }
+    weights = homes[policy.weights]
+    master = p.master or f"none: the {p.param} weight is moved"
+    gathered = "the weights themselves" if policy.weights != "shard" else "private pool"
+    return [
+        ("load", "weights read", f"any float dtype -> {p.master or p.param}"),
+        ("flat", "compute copy", f"{p.param}, {weights}"),
+        ("flat", "master", f"{master}{', world memory, owned part' if p.master else ''}"),
+        ("optimizer", "moments", f"{p.moments}, world memory, owned part"),
+        ("forward", "gathered unit", f"{p.param}, {gathered}"),
+        ("forward", "GEMM operands, activations", "float32, private"),
+        ("forward", "norms, softmax, rotary tables, loss", "float32 or better, private"),
+        ("backward", "gradients in slots", f"{p.reduce}, world memory"),
+        (
+            "reduce",
+            "sum over ranks",
+            f"float32, stored as {p.accumulate}, world memory, owned part",
+        ),
+        ("pre-step", "norm", "float64 sum of squares of what the reduce wrote"),
+        ("step", "update", f"float32 arithmetic; writes {p.master or p.param} and {p.moments}"),
+        ("step", "published weights", f"{p.param}, rounded to nearest even"),
+    ]
+
+
+def describe(target: Any) -> str:
+    """The dtype and home of every buffer in every phase.
+
+    Parameters
+    ----------
+    target : Shards or anything with ``.shards``
+        What to describe.
+
+    Returns
+    -------
+    str
+        A table, one buffer a line. Nothing is cast that is not in it.
+    """
+    shards = cast(Shards, target.shards)
+    policy = shards.policy
+    s = policy.sharding
+    numel = sum(p.numel for p in shards.parameters)
+    frozen = sum(p.numel for p in shards.parameters if not p.trainable)
+    lines = [
+        f"{numel:,} parameters ({frozen:,} frozen) in {len(shards.units)} units, "
+        f"rank {shards.world.rank} of {shards.world.size}, stage {s.stage}, "
+        f"partition {s.partition}, gather {s.gather}, "
+        f"{policy.keep} of {shards.world.size} cuts kept"
+    ]
+    rows = _phases(policy)
+    width = [max(len(row[i]) for row in rows) for i in range(2)]
+    for phase, buffer, text in rows:
+        lines.append(f"{phase:{width[0]}}  {buffer:{width[1]}}  {text}")
+    if not math.isclose(frozen, 0):
+        lines.append("frozen parameters have a compute copy alone")
+    return "\n".join(lines)

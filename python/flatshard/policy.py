@@ -1,0 +1,261 @@
+"""What is sharded, where it lives, and in which precision: the frozen words of a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+__all__ = ["MixedPrecision", "Offload", "PRESETS", "Policy", "Precision", "Sharding", "resolve"]
+
+Gather = Literal["auto", "view", "copy"]
+Partition = Literal["flat", "per_parameter"]
+Home = Literal["device", "cpu", "disk"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where each class of memory lives when it is idle.
+
+    Parameters
+    ----------
+    params, grads, state : {"device", "cpu", "disk"}
+        Home of the compute copies, of the summed gradients, of masters and moments. On the CPU
+        "device" and "cpu" are one home.
+    path : str, optional
+        Folder of the files of homes on disk.
+
+    Raises
+    ------
+    ValueError
+        A home is unknown.
+    NotImplementedError
+        A home is "disk", which is not offered yet.
+    """
+
+    params: Home = "device"
+    grads: Home = "device"
+    state: Home = "device"
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("params", "grads", "state"):
+            home = getattr(self, name)
+            if home not in ("device", "cpu", "disk"):
+                raise ValueError(f'Offload({name}={home!r}): expected "device", "cpu" or "disk"')
+            if home == "disk":
+                raise NotImplementedError(f'Offload({name}="disk") is not offered yet')
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What each rank keeps of the model.
+
+    Parameters
+    ----------
+    stage : {0, 1, 2, 3}
+        0: everything whole on every rank (DDP). 1: optimizer state sharded (ZeRO-1). 2: gradients
+        too (ZeRO-2). 3: parameters too (ZeRO-3, FSDP).
+    partition : {"flat", "per_parameter"}
+        "flat" cuts each unit into equal slices (FSDP1, ZeRO); "per_parameter" cuts the rows of each
+        parameter (FSDP2).
+    gather : {"auto", "view", "copy"}
+        How a unit is gathered. "view": the ranks of a host map one copy of the weights, so a gather
+        moves nothing at any stage. "copy": each rank holds its own. "auto": "view" where all ranks
+        share a host and compute on the CPU.
+    reshard_after_forward : bool
+        With stage 3 and "copy": False keeps every unit gathered until the weights change.
+    replicate : int
+        Ranks that keep the same shard (hybrid sharding). Must divide the world size.
+    prefetch : int
+        Units gathered ahead on a device. Without effect on the CPU, where all cores compute.
+    offload : Offload, optional
+        Homes of the memory classes.
+
+    Raises
+    ------
+    ValueError
+        A field has a value outside those above.
+    """
+
+    stage: int = 3
+    partition: Partition = "flat"
+    gather: Gather = "auto"
+    reshard_after_forward: bool = True
+    replicate: int = 1
+    prefetch: int = 1
+    offload: Offload | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+            raise ValueError(f"Sharding(stage={self.stage!r}): expected 0, 1, 2 or 3")
+        if self.partition not in ("flat", "per_parameter"):
+            raise ValueError(
+                f'Sharding(partition={self.partition!r}): expected "flat" or "per_parameter"'
+            )
+        if self.gather not in ("auto", "view", "copy"):
+            raise ValueError(f'Sharding(gather={self.gather!r}): expected "auto", "view" or "copy"')
+        if self.replicate < 1:
+            raise ValueError(f"Sharding(replicate={self.replicate!r}): expected at least 1")
+        if self.prefetch < 0:
+            raise ValueError(f"Sharding(prefetch={self.prefetch!r}): expected 0 or more")
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Element types of each class of memory, by name.
+
+    Parameters
+    ----------
+    param : {"float32", "bfloat16"}
+        Compute copy of the weights.
+    reduce : {"float32", "bfloat16"}, optional
+        Gradients on the wire; None: as produced. They are summed in fp32 in any case.
+    accumulate : {"float32", "bfloat16"}
+        Summed gradients of the owned shard.
+    master : {"float32"}, optional
+        Weights behind the compute copy, which the optimizer moves; None: it moves the compute copy.
+    moments : {"float32", "bfloat16"}
+        Optimizer state.
+
+    Raises
+    ------
+    ValueError
+        A name is no dtype, or two fields contradict each other (the pair is named).
+    NotImplementedError
+        The dtype exists and is not offered yet.
+
+    Notes
+    -----
+    Bytes per owned parameter with Adam, summed gradient included: fp32 16, bf16 18, bf16-pure 10.
+    """
+
+    param: str = "float32"
+    reduce: str | None = None
+    accumulate: str = "float32"
+    master: str | None = None
+    moments: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("param", "reduce", "accumulate", "master", "moments"):
+            value = getattr(self, name)
+            if value is None and name in ("reduce", "master"):
+                continue
+            if value in ("float16", "fp16"):
+                raise NotImplementedError(
+                    f"MixedPrecision({name}={value!r}): fp16, which needs loss scaling, is not "
+                    "offered yet; use bfloat16"
+                )
+            if value not in ("float32", "bfloat16"):
+                raise ValueError(
+                    f'MixedPrecision({name}={value!r}): expected "float32" or "bfloat16"'
+                )
+        if self.master == "bfloat16":
+            raise ValueError('MixedPrecision(master="bfloat16"): a master is float32, or None')
+        if self.master is not None and self.param == "float32":
+            raise ValueError(
+                "MixedPrecision(param='float32', master='float32'): a float32 weight is its own "
+                "master; leave master out"
+            )
+
+
+#: The presets by name.
+PRESETS: dict[str, MixedPrecision] = {
+    "fp32": MixedPrecision(),
+    "bf16": MixedPrecision(param="bfloat16", master="float32"),
+    "bf16-pure": MixedPrecision(param="bfloat16", moments="bfloat16"),
+}
+
+Precision = str | MixedPrecision
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A sharding and a precision, resolved for one world: what the core is opened with."""
+
+    sharding: Sharding
+    precision: MixedPrecision
+    weights: Literal["shared", "whole", "shard"]
+    keep: int
+    slot_per_unit: bool
+    pool_units: int
+
+    def core(self) -> tuple[object, ...]:
+        """The tuple that the C core takes."""
+        p = self.precision
+        return (
+            ("flat", "per_parameter").index(self.sharding.partition),
+            self.keep,
+            self.slot_per_unit,
+            ("shared", "whole", "shard").index(self.weights),
+            self.pool_units,
+            p.param,
+            p.reduce,
+            p.accumulate,
+            p.master is not None,
+            p.moments,
+        )
+
+
+def resolve(
+    world_size: int,
+    *,
+    sharding: Sharding,
+    precision: Precision,
+    produced: str = "float32",
+    one_host: bool = True,
+) -> Policy:
+    """Turn words into the three integers and five dtypes that the core knows.
+
+    Parameters
+    ----------
+    world_size : int
+        Ranks.
+    sharding : Sharding
+        What is kept where.
+    precision : str or MixedPrecision
+        A preset's name ("fp32", "bf16", "bf16-pure") or a mix.
+    produced : str
+        Dtype in which gradients are produced: what ``reduce=None`` becomes.
+    one_host : bool
+        Whether all ranks share memory: what ``gather="auto"`` looks at.
+
+    Returns
+    -------
+    Policy
+        With ``sharding.gather`` and ``precision.reduce`` decided.
+
+    Raises
+    ------
+    ValueError
+        ``replicate`` does not divide the world, or the preset is unknown.
+    NotImplementedError
+        The preset exists and is not offered yet.
+    """
+    if isinstance(precision, str):
+        if precision in ("fp16", "float16"):
+            raise NotImplementedError(
+                'precision="fp16", which needs loss scaling, is not offered yet; use "bf16"'
+            )
+        if precision not in PRESETS:
+            raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRESETS)}")
+        precision = PRESETS[precision]
+    if world_size % sharding.replicate != 0:
+        raise ValueError(
+            f"Sharding(replicate={sharding.replicate}) does not divide the world size {world_size}"
+        )
+    gather = sharding.gather
+    if gather == "auto":
+        gather = "view" if one_host else "copy"
+    if gather == "view" and not one_host:
+        raise ValueError('Sharding(gather="view") needs all ranks on one host; use "copy"')
+    weights: Literal["shared", "whole", "shard"] = "shared"
+    if gather == "copy":
+        weights = "shard" if sharding.stage == 3 else "whole"
+    return Policy(
+        sharding=replace(sharding, gather=gather),
+        precision=replace(precision, reduce=precision.reduce or produced),
+        weights=weights,
+        keep=world_size if sharding.stage == 0 else sharding.replicate,
+        slot_per_unit=sharding.stage <= 1,
+        pool_units=1 if sharding.reshard_after_forward else 0,
+    )
