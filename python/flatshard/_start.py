@@ -42,7 +42,7 @@ def _number(environment: Mapping[str, str], name: str, launcher: str) -> int:
     if not text.isdecimal():
         raise ConfigError(
             f"{launcher} sets {name}, but it is {text!r} here: expected a number. "
-            "Unset RANK and WORLD_SIZE to run alone, or start with 'flatshard launch -n N script.py'"
+            "Unset RANK and WORLD_SIZE to run alone, or use 'flatshard launch -n N script.py'"
         )
     return int(text)
 
@@ -165,7 +165,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
 
 
 def socket_folder(environment: Mapping[str, str] = os.environ) -> str:
-    """A folder only this user can enter, for ranks that cannot reach each other by an abstract name."""
+    """A folder only this user can enter, for ranks that no abstract name brings together."""
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK):
         return os.path.join(runtime, "flatshard")

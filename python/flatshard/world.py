@@ -39,9 +39,9 @@ LOCAL_TIMEOUT_S = 60.0
 class Handle(Generic[T]):
     """The result of a collective that was asked for with ``async_=True``.
 
-    On one host a collective is memory traffic of the cores that also compute, so there is nothing to
-    overlap: the handle is finished when it is returned. It exists so that code written for engines
-    that do overlap runs unchanged.
+    On one host a collective is memory traffic of the cores that also compute, so there is nothing
+    to overlap: the handle is finished when it is returned. It exists so that code written for
+    engines that do overlap runs unchanged.
     """
 
     def __init__(self, result: T) -> None:
@@ -138,8 +138,8 @@ class World:
         x : ndarray, C-contiguous, or a number
             Equal shape and dtype on all ranks.
         op : {"sum", "mean", "max", "min"}
-            Sums run in rank order, in float32 for the 16-bit dtypes (rounded once; a mean is divided
-            before that), and wrap for integers. A mean of integers is an error.
+            Sums run in rank order, in float32 for the 16-bit dtypes (rounded once; a mean is
+            divided before that), and wrap for integers. A mean of integers is an error.
         out : ndarray, optional
             Where the result goes; ``out=x`` is in place. Default: a new array.
         async_ : bool
@@ -152,8 +152,8 @@ class World:
 
         Notes
         -----
-        A fence below 64 KiB of all ranks together. Else each rank reads W/W of the data to reduce
-        its part and (W-1)/W to collect the others'. In world memory (`symmetric`) with ``out=x``
+        A fence below 64 KiB of all ranks together. Else each rank reads its 1/W of every
+        rank's x, and then the other parts of the result. In world memory (`symmetric`) with ``out=x``
         nothing is copied into windows.
         """
         operand = _operand(x)
