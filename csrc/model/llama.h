@@ -1,4 +1,4 @@
-/* Llama-family models (Llama, Mistral, Granite) over shards: forward, backward, loss, generation.
+/* Llama-family models (Llama, Mistral, Granite) over shards: forward, backward, loss.
  * One call per micro-batch does all computing and all unit traffic. */
 #ifndef FS_MODEL_LLAMA_H
 #define FS_MODEL_LLAMA_H
@@ -30,9 +30,10 @@ typedef struct fs_llama_config {
 FS_NODISCARD fs_status
 fs_llama_check(const fs_llama_config *config);
 
-/* Fills caller-freed (fs_free of *out_names_block, *out_params, *out_units) definitions for
- * fs_layout_make: units embed, layers.0 .. layers.L-1, head; Hugging Face names. Order of publishing:
- * head, layers from the last to the first, embedding. */
+/* Definitions for fs_layout_make: units embed, layers.0 .. layers.L-1, head; Hugging Face names. Order
+ * of publishing: head, layers from the last to the first, embed. A tied head is the embedding's
+ * parameter, whose gradient opens with the head. Everything is trainable and of group 0 until the
+ * caller says otherwise. Owner: the caller, who frees it. */
 typedef struct fs_llama_defs {
     fs_param_def *params;
     int params_n;
@@ -46,7 +47,9 @@ void fs_llama_defs_free(fs_llama_defs *defs);
 
 typedef struct fs_llama fs_llama;
 
-/* shards must come from fs_llama_define of the same config; kept by pointer, not owned. */
+/* shards must come from fs_llama_define of the same config (FS_EINVAL names the first difference);
+ * kept by pointer, not owned. The compute dtype is fp32, bf16 or fp16. checkpointing keeps only the
+ * input of each layer and computes the rest again in backward, with the same bits. */
 FS_NODISCARD fs_status
 fs_llama_open(const fs_llama_config *config, fs_shards *shards, bool checkpointing, fs_llama **out);
 void fs_llama_close(fs_llama *llama);
@@ -56,9 +59,10 @@ FS_NODISCARD fs_status
 fs_llama_plan(const fs_llama_config *config, const fs_layout *layout, const fs_policy *policy,
               bool checkpointing, size_t batch, size_t length, fs_ledger *plan);
 
-/* Scaled truncation-free init on the host by a counter-based generator (Philox): element i of parameter
- * p depends on (seed, p, i) alone. Norms 1, biases 0, linear and embedding weights normal with
- * std (0.02 unless given); projections into the residual stream / sqrt(2 * layers). Collective. */
+/* Initial weights by a counter-based generator: element i of parameter p depends on (seed, p, i)
+ * alone, whatever the world and the instruction set. Norms 1, biases 0, linear and embedding weights
+ * normal with std, projections into the residual stream with std / sqrt(2 * layers). Each rank makes
+ * what it keeps. Collective. */
 FS_NODISCARD fs_status
 fs_llama_init(fs_llama *llama, uint64_t seed, double std);
 
@@ -67,15 +71,22 @@ typedef struct fs_loss {
     int64_t tokens; /* targets that are not -100 */
 } fs_loss;
 
-/* tokens, targets: (batch, length) int32, ids below vocab_size, targets -100 = ignored. Gradients of
- * the token SUM are published unit by unit; keep_local as in fs_grad_publish; count < 0 = tokens. */
+/* tokens, targets: (batch, length) int32, ids below vocab_size, targets -100 = ignored; checked before
+ * anything else happens. Gradients of the token SUM are published unit by unit; keep_local as in
+ * fs_grad_publish; count < 0 = tokens. The first call of a larger (batch, length) allocates. */
 FS_NODISCARD fs_status
 fs_llama_forward_backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, size_t batch,
                           size_t length, int64_t count, bool keep_local, fs_loss *out);
 
-/* Forward only. logits may be NULL, else (batch, length, vocab_size) fp32. targets may be NULL. */
+/* Forward only. targets may be NULL: no loss, and out is not touched. logits may be NULL, else
+ * (batch, length, vocab_size) fp32, or (batch, vocab_size) of each sequence's last token when
+ * last_only (which excludes targets). */
 FS_NODISCARD fs_status
 fs_llama_forward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, size_t batch,
-                 size_t length, float *logits, fs_loss *out);
+                 size_t length, bool last_only, float *logits, fs_loss *out);
+
+/* Sums of all ranks' losses, in rank order. Collective: one fence. */
+FS_NODISCARD fs_status
+fs_llama_loss_sum(fs_llama *llama, const fs_loss *mine, fs_loss *out);
 
 #endif

@@ -1,0 +1,441 @@
+/* _core.Llama: forward, backward, loss and logits of a Llama over shards. Sizes by name, Hugging Face's
+ * files and generation live in flatshard/models/. */
+#include "binding.h"
+
+#include "../model/llama.h"
+#include "py_layout.h"
+
+// ---- configuration ------------------------------------------------------------------------------
+
+/* (vocab_size, hidden_size, intermediate_size, layers, heads, key heads, head_dim, positions, window,
+ * eps, theta, rope kind, factor, low, high, original positions, attention_bias, mlp_bias, tied,
+ * embedding, residual, attention multiplier, logits_scaling) */
+static int
+take_config(PyObject *tuple, fs_llama_config *out)
+{
+    Py_ssize_t sizes[9], original;
+    int rope_kind, attention_bias, mlp_bias, tied;
+    fs_llama_config config = {0};
+    if (!PyTuple_Check(tuple)) {
+        (void)PyErr_Format(PyExc_TypeError, "config: a tuple expected, not %s",
+                           Py_TYPE(tuple)->tp_name);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(tuple, "nnnnnnnnnddidddnpppdddd:config", &sizes[0], &sizes[1], &sizes[2],
+                          &sizes[3], &sizes[4], &sizes[5], &sizes[6], &sizes[7], &sizes[8],
+                          &config.rms_norm_eps, &config.rope_theta, &rope_kind, &config.rope_factor,
+                          &config.rope_low_freq_factor, &config.rope_high_freq_factor, &original,
+                          &attention_bias, &mlp_bias, &tied, &config.embedding_multiplier,
+                          &config.residual_multiplier, &config.attention_multiplier,
+                          &config.logits_scaling)) {
+        return -1;
+    }
+    for (int i = 0; i < 9; i++) { /* a negative size is as wrong as zero */
+        sizes[i] = sizes[i] < 0 ? 0 : sizes[i];
+    }
+    config.vocab_size = (size_t)sizes[0];
+    config.hidden_size = (size_t)sizes[1];
+    config.intermediate_size = (size_t)sizes[2];
+    config.num_hidden_layers = (size_t)sizes[3];
+    config.num_attention_heads = (size_t)sizes[4];
+    config.num_key_value_heads = (size_t)sizes[5];
+    config.head_dim = (size_t)sizes[6];
+    config.max_position_embeddings = (size_t)sizes[7];
+    config.sliding_window = (size_t)sizes[8];
+    config.rope_kind = (fs_rope_kind)rope_kind;
+    config.rope_original_max_position = original < 0 ? 0 : (size_t)original;
+    config.attention_bias = attention_bias != 0;
+    config.mlp_bias = mlp_bias != 0;
+    config.tie_word_embeddings = tied != 0;
+    *out = config;
+    return 0;
+}
+
+/* Appends value (stolen; NULL passes a failure on) to list. */
+static int
+append(PyObject *list, PyObject *value)
+{
+    int result = value == NULL ? -1 : PyList_Append(list, value);
+    Py_XDECREF(value);
+    return result;
+}
+
+static PyObject *
+defs_to_python(const fs_llama_defs *defs)
+{
+    PyObject *params = PyList_New(0), *units = PyList_New(0), *result = NULL;
+    if (params == NULL || units == NULL) {
+        goto done;
+    }
+    for (int p = 0; p < defs->params_n; p++) {
+        const fs_param_def *def = &defs->params[p];
+        PyObject *shape = def->dims_n == 1
+                              ? Py_BuildValue("(n)", (Py_ssize_t)def->dims[0])
+                              : Py_BuildValue("(nn)", (Py_ssize_t)def->dims[0],
+                                              (Py_ssize_t)def->dims[1]);
+        if (shape == NULL || append(params, Py_BuildValue("(szNi)", def->name, def->tied_name, shape,
+                                                          def->unit)) < 0) {
+            goto done;
+        }
+    }
+    for (int u = 0; u < defs->units_n; u++) {
+        const fs_unit_def *def = &defs->units[u];
+        if (append(units, Py_BuildValue("(sii)", def->name, def->opens, def->publishes)) < 0) {
+            goto done;
+        }
+    }
+    result = PyTuple_Pack(2, params, units);
+done:
+    Py_XDECREF(params);
+    Py_XDECREF(units);
+    return result;
+}
+
+static PyObject *
+llama_define(PyObject *Py_UNUSED(module), PyObject *tuple)
+{
+    fs_llama_config config;
+    fs_llama_defs defs;
+    if (take_config(tuple, &config) < 0) {
+        return NULL;
+    }
+    fs_status status = fs_llama_define(&config, &defs);
+    if (status != FS_OK) {
+        return fs_raise(status, NULL);
+    }
+    PyObject *result = defs_to_python(&defs);
+    fs_llama_defs_free(&defs);
+    return result;
+}
+
+static PyObject *
+llama_plan(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *tuple, *params, *units, *policy_tuple;
+    int size, checkpointing;
+    Py_ssize_t batch, length;
+    if (!PyArg_ParseTuple(args, "OOOOipnn:llama_plan", &tuple, &params, &units, &policy_tuple, &size,
+                          &checkpointing, &batch, &length)) {
+        return NULL;
+    }
+    fs_llama_config config;
+    fs_layout *layout;
+    fs_policy policy;
+    if (batch < 1 || length < 1) {
+        return PyErr_Format(PyExc_ValueError, "a micro-batch of %zd x %zd tokens is empty", batch,
+                            length);
+    }
+    if (take_config(tuple, &config) < 0 ||
+        fs_py_layout_take(params, units, policy_tuple, size, &layout, &policy) < 0) {
+        return NULL;
+    }
+    fs_ledger ledger = {0};
+    fs_status status = fs_llama_plan(&config, layout, &policy, checkpointing != 0, (size_t)batch,
+                                     (size_t)length, &ledger);
+    fs_layout_free(layout);
+    return status == FS_OK ? fs_py_ledger_dict(&ledger) : fs_raise(status, NULL);
+}
+
+// ---- the object ---------------------------------------------------------------------------------
+
+typedef struct py_llama {
+    PyObject_HEAD
+    PyObject *shards_object; /* kept until the model is gone */
+    fs_llama *llama;         /* NULL: closed */
+    bool busy;               /* a method runs without the GIL */
+    size_t vocab_size;
+} py_llama;
+
+static PyObject *
+llama_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"shards", "config", "checkpointing", NULL};
+    PyObject *shards_object, *tuple;
+    int checkpointing;
+    fs_llama_config config;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOp:Llama", names, &shards_object, &tuple,
+                                     &checkpointing) ||
+        take_config(tuple, &config) < 0) {
+        return NULL;
+    }
+    py_llama *self = (py_llama *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    fs_shards *shards = fs_py_shards_enter(shards_object);
+    if (shards == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    fs_status status = fs_llama_open(&config, shards, checkpointing != 0, &self->llama);
+    fs_world *world = fs_shards_world(shards);
+    fs_py_shards_leave(shards_object);
+    if (status != FS_OK) {
+        self->llama = NULL;
+        Py_DECREF(self);
+        return fs_raise(status, world);
+    }
+    Py_INCREF(shards_object);
+    self->shards_object = shards_object;
+    self->vocab_size = config.vocab_size;
+    return (PyObject *)self;
+}
+
+static void
+llama_dealloc(PyObject *object)
+{
+    py_llama *self = (py_llama *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    fs_llama_close(self->llama);
+    Py_XDECREF(self->shards_object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *
+llama_close(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    py_llama *self = (py_llama *)object;
+    if (self->busy) {
+        return fs_raise(FS_FAIL(FS_ESTATE, "this model is in a call of another thread"), NULL);
+    }
+    fs_llama_close(self->llama);
+    self->llama = NULL;
+    Py_RETURN_NONE;
+}
+
+/* The world of an open model that nobody else is using, both marked as in use; or NULL. */
+static fs_world *
+enter(py_llama *self)
+{
+    if (self->llama == NULL) {
+        (void)fs_raise(FS_FAIL(FS_ESTATE, "this model is closed"), NULL);
+        return NULL;
+    }
+    fs_shards *shards = fs_py_shards_enter(self->shards_object);
+    if (shards == NULL) {
+        return NULL;
+    }
+    self->busy = true;
+    return fs_shards_world(shards);
+}
+
+static void
+leave(py_llama *self)
+{
+    self->busy = false;
+    fs_py_shards_leave(self->shards_object);
+}
+
+// ---- calls --------------------------------------------------------------------------------------
+
+static PyObject *
+llama_init(PyObject *object, PyObject *args)
+{
+    py_llama *self = (py_llama *)object;
+    unsigned long long seed;
+    double std;
+    fs_world *world;
+    if (!PyArg_ParseTuple(args, "Kd:init", &seed, &std) || (world = enter(self)) == NULL) {
+        return NULL;
+    }
+    fs_status status;
+    FS_CALL(world, status, fs_llama_init(self->llama, seed, std));
+    leave(self);
+    if (status != FS_OK) {
+        return fs_raise(status, world);
+    }
+    Py_RETURN_NONE;
+}
+
+/* What one call reads and writes. */
+typedef struct call {
+    fs_buffer tokens, targets, logits;
+    bool has_targets, has_logits;
+    size_t batch, length;
+} call;
+
+static void
+drop_call(call *c)
+{
+    fs_buffer_drop(&c->tokens);
+    if (c->has_targets) {
+        fs_buffer_drop(&c->targets);
+    }
+    if (c->has_logits) {
+        fs_buffer_drop(&c->logits);
+    }
+}
+
+/* tokens (batch, length) int32; targets the same or None; logits writeable fp32 or None. */
+static int
+take_call(py_llama *self, PyObject *tokens, PyObject *targets, PyObject *logits, bool last_only,
+          call *out)
+{
+    *out = (call){.has_targets = false};
+    if (fs_buffer_take_dtype(tokens, "inputs", false, FS_I32, &out->tokens) < 0) {
+        return -1;
+    }
+    if (targets != Py_None) {
+        if (fs_buffer_take_dtype(targets, "targets", false, FS_I32, &out->targets) < 0) {
+            goto fail;
+        }
+        out->has_targets = true;
+    }
+    if (logits != Py_None) {
+        if (fs_buffer_take_dtype(logits, "logits", true, FS_F32, &out->logits) < 0) {
+            goto fail;
+        }
+        out->has_logits = true;
+    }
+    if (out->tokens.dims_n != 2 ||
+        (out->has_targets && (out->targets.dims_n != 2 ||
+                              out->targets.dims[0] != out->tokens.dims[0] ||
+                              out->targets.dims[1] != out->tokens.dims[1]))) {
+        (void)fs_raise(FS_FAIL(FS_EINVAL, "inputs and targets need two dimensions, (batch, length), "
+                                          "and the same"), NULL);
+        goto fail;
+    }
+    out->batch = out->tokens.dims[0];
+    out->length = out->tokens.dims[1];
+    size_t rows = last_only ? out->batch : out->tokens.n;
+    if (out->has_logits && out->logits.n / self->vocab_size != rows) {
+        (void)PyErr_Format(PyExc_ValueError, "logits hold %zu elements, not %zu rows of %zu",
+                           out->logits.n, rows, self->vocab_size);
+        goto fail;
+    }
+    return 0;
+fail:
+    drop_call(out);
+    return -1;
+}
+
+/* (sum of this rank's token losses, its tokens, sum over all ranks, tokens of all ranks) */
+static PyObject *
+losses(const fs_loss *mine, const fs_loss *all)
+{
+    return Py_BuildValue("(dLdL)", mine->sum, (long long)mine->tokens, all->sum,
+                         (long long)all->tokens);
+}
+
+static fs_status
+forward_backward(fs_llama *llama, const call *c, long long count, bool keep_local, fs_loss *mine,
+                 fs_loss *all)
+{
+    FS_TRY(fs_llama_forward_backward(llama, c->tokens.data, c->targets.data, c->batch, c->length, count,
+                                     keep_local, mine));
+    return fs_llama_loss_sum(llama, mine, all);
+}
+
+static PyObject *
+llama_forward_backward(PyObject *object, PyObject *args)
+{
+    py_llama *self = (py_llama *)object;
+    PyObject *tokens, *targets;
+    long long count;
+    int keep_local;
+    call c;
+    if (!PyArg_ParseTuple(args, "OOLp:forward_backward", &tokens, &targets, &count, &keep_local)) {
+        return NULL;
+    }
+    if (targets == Py_None) {
+        return fs_raise(FS_FAIL(FS_ETYPE, "targets are needed for a backward"), NULL);
+    }
+    if (take_call(self, tokens, targets, Py_None, false, &c) < 0) {
+        return NULL;
+    }
+    fs_world *world = enter(self);
+    if (world == NULL) {
+        drop_call(&c);
+        return NULL;
+    }
+    fs_loss mine, all;
+    fs_status status;
+    FS_CALL(world, status, forward_backward(self->llama, &c, count, keep_local != 0, &mine, &all));
+    leave(self);
+    drop_call(&c);
+    return status == FS_OK ? losses(&mine, &all) : fs_raise(status, world);
+}
+
+static fs_status
+forward(fs_llama *llama, const call *c, bool last_only, fs_loss *mine, fs_loss *all)
+{
+    FS_TRY(fs_llama_forward(llama, c->tokens.data, c->has_targets ? c->targets.data : NULL, c->batch,
+                            c->length, last_only, c->has_logits ? c->logits.data : NULL, mine));
+    return c->has_targets ? fs_llama_loss_sum(llama, mine, all) : FS_OK;
+}
+
+static PyObject *
+llama_forward(PyObject *object, PyObject *args)
+{
+    py_llama *self = (py_llama *)object;
+    PyObject *tokens, *targets, *logits;
+    int last_only;
+    call c;
+    if (!PyArg_ParseTuple(args, "OOOp:forward", &tokens, &targets, &logits, &last_only) ||
+        take_call(self, tokens, targets, logits, last_only != 0, &c) < 0) {
+        return NULL;
+    }
+    fs_world *world = enter(self);
+    if (world == NULL) {
+        drop_call(&c);
+        return NULL;
+    }
+    fs_loss mine = {0}, all = {0};
+    fs_status status;
+    FS_CALL(world, status, forward(self->llama, &c, last_only != 0, &mine, &all));
+    leave(self);
+    drop_call(&c);
+    return status == FS_OK ? losses(&mine, &all) : fs_raise(status, world);
+}
+
+// ---- type ---------------------------------------------------------------------------------------
+
+static PyMethodDef methods[] = {
+    {"init", llama_init, METH_VARARGS, "init($self, seed, std, /)\n--\n\nInitial weights. Collective."},
+    {"forward_backward", llama_forward_backward, METH_VARARGS,
+     "forward_backward($self, inputs, targets, count, keep_local, /)\n--\n\n"
+     "(loss sum, tokens, loss sum of all ranks, tokens of all ranks). count -1: tokens. Collective."},
+    {"forward", llama_forward, METH_VARARGS,
+     "forward($self, inputs, targets, logits, last_only, /)\n--\n\n"
+     "The same without gradients; targets and logits (written) may be None. Collective with targets."},
+    {"close", llama_close, METH_NOARGS, "close($self, /)\n--\n\nGives buffers back. Never waits."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot llama_slots[] = {
+    {Py_tp_new, (void *)llama_new},
+    {Py_tp_dealloc, (void *)llama_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_doc, "Llama(shards, config, checkpointing)\n--\n\nSee flatshard.models.llama."},
+    {0, NULL},
+};
+
+static PyType_Spec llama_spec = {
+    .name = "flatshard._core.Llama",
+    .basicsize = sizeof(py_llama),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = llama_slots,
+};
+
+static PyMethodDef functions[] = {
+    {"llama_define", llama_define, METH_O,
+     "llama_define($module, config, /)\n--\n\n"
+     "([(name, tied name or None, shape, unit)], [(unit, opens, publishes)]) of a configuration."},
+    {"llama_plan", llama_plan, METH_VARARGS,
+     "llama_plan($module, config, params, units, policy, size, checkpointing, batch, length, /)\n--\n\n"
+     "{class: (private, world, peak)} bytes that forward and backward of a micro-batch hold."},
+    {NULL, NULL, 0, NULL},
+};
+
+int
+fs_py_add_llama(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &llama_spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    int result = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return result < 0 ? -1 : PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,154 @@
+/* Backward of a layer. at.dx is the gradient of the residual stream, in and out; at.branch holds the
+ * gradient of a norm's output and, after the norm's backward, that output itself for the weight
+ * gradients. Each weight gradient goes straight into the unit's slot. */
+#include "parts.h"
+
+/* The gradient of a branch: dx times the residual multiplier. */
+static const float *
+branch_grad(fs_llama *llama)
+{
+    fs_batch *at = &llama->at;
+    if (at->scaled != at->dx) {
+        llama->exec->device->model.scale(llama->exec, at->scaled, at->dx,
+                                         (float)llama->config.residual_multiplier, false,
+                                         at->rows * llama->config.hidden_size);
+    }
+    return at->scaled;
+}
+
+static fs_status
+mlp_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights, const fs_sink *sink)
+{
+    const fs_exec *exec = llama->exec;
+    const fs_llama_config *config = &llama->config;
+    fs_batch *at = &llama->at;
+    const fs_layer_saved *saved = &at->layers[layer];
+    size_t rows = at->rows, hidden = config->hidden_size, wide = config->intermediate_size;
+    const float *dy = branch_grad(llama);
+    FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_DOWN_BIAS), dy, hidden));
+    fs_linear_input_grad(llama, at->wide, dy, hidden,
+                         fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN), rows, wide, hidden,
+                         false);
+    fs_swiglu swiglu = {.rows = rows,
+                        .width = wide,
+                        .gate_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_GATE_BIAS),
+                        .up_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_UP_BIAS),
+                        .gate = saved->gate,
+                        .up = saved->up,
+                        .act = at->wide};
+    exec->device->model.swiglu_grad(exec, &swiglu);
+    FS_TRY(fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_DOWN), dy, hidden,
+                                 at->wide, rows));
+    FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_GATE_BIAS), saved->gate,
+                        wide));
+    FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_UP_BIAS), saved->up,
+                        wide));
+    fs_linear_input_grad(llama, at->branch, saved->gate, wide,
+                         fs_layer_weight(llama, weights, layer, FS_ROLE_GATE), rows, hidden, wide,
+                         false);
+    fs_linear_input_grad(llama, at->branch, saved->up, wide,
+                         fs_layer_weight(llama, weights, layer, FS_ROLE_UP), rows, hidden, wide,
+                         true);
+    FS_TRY(fs_norm_backward(llama, sink, fs_llama_param(config, layer, FS_ROLE_NORM2), saved->middle,
+                            saved->rstd2, fs_layer_weight(llama, weights, layer, FS_ROLE_NORM2),
+                            true));
+    FS_TRY(fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_GATE),
+                                 saved->gate, wide, at->branch, rows));
+    return fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_UP), saved->up,
+                                 wide, at->branch, rows);
+}
+
+/* Through the output projection and attention: leaves dq, dk, dv as rows in at.projected. */
+static fs_status
+attention_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights,
+                   const fs_sink *sink)
+{
+    const fs_exec *exec = llama->exec;
+    const fs_llama_config *config = &llama->config;
+    fs_batch *at = &llama->at;
+    const fs_layer_saved *saved = &at->layers[layer];
+    size_t rows = at->rows, hidden = config->hidden_size;
+    size_t q_n = config->num_attention_heads * config->head_dim;
+    const float *dy = branch_grad(llama);
+    FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_O_BIAS), dy, hidden));
+    FS_TRY(fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_O), dy, hidden,
+                                 saved->attended, rows));
+    fs_linear_input_grad(llama, at->dattended, dy, hidden,
+                         fs_layer_weight(llama, weights, layer, FS_ROLE_O), rows, q_n, hidden,
+                         false);
+    fs_attention attention = fs_llama_attention(llama, saved);
+    attention.v_turned = at->v_turned;
+    attention.dout = at->dattended;
+    attention.dout_packed = at->dattended_packed;
+    attention.delta = at->delta;
+    attention.dq = at->dq;
+    attention.dk = at->dk;
+    attention.dv = at->dv;
+    exec->device->model.attention_grad(exec, &attention);
+    fs_heads heads = fs_llama_heads(llama);
+    heads.q = at->dq;
+    heads.k = at->dk;
+    heads.v = at->dv;
+    exec->device->model.heads_grad(exec, &heads);
+    return FS_OK;
+}
+
+/* Through the three projections and the norm before them. */
+static fs_status
+projections_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights,
+                     const fs_sink *sink)
+{
+    static const fs_role matrices[] = {FS_ROLE_Q, FS_ROLE_K, FS_ROLE_V};
+    static const fs_role biases[] = {FS_ROLE_Q_BIAS, FS_ROLE_K_BIAS, FS_ROLE_V_BIAS};
+    const fs_llama_config *config = &llama->config;
+    fs_batch *at = &llama->at;
+    const fs_layer_saved *saved = &at->layers[layer];
+    size_t hidden = config->hidden_size;
+    size_t q_n = config->num_attention_heads * config->head_dim;
+    size_t kv_n = config->num_key_value_heads * config->head_dim, all_n = q_n + 2 * kv_n;
+    const size_t begins[] = {0, q_n, q_n + kv_n}, widths[] = {q_n, kv_n, kv_n};
+    for (int i = 0; i < 3; i++) {
+        const float *dy = at->projected + begins[i];
+        FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, biases[i]), dy, all_n));
+        fs_linear_input_grad(llama, at->branch, dy, all_n,
+                             fs_layer_weight(llama, weights, layer, matrices[i]), at->rows, hidden,
+                             widths[i], i > 0);
+    }
+    FS_TRY(fs_norm_backward(llama, sink, fs_llama_param(config, layer, FS_ROLE_NORM1), saved->x,
+                            saved->rstd1, fs_layer_weight(llama, weights, layer, FS_ROLE_NORM1),
+                            true));
+    for (int i = 0; i < 3; i++) {
+        FS_TRY(fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, matrices[i]),
+                                     at->projected + begins[i], all_n, at->branch, at->rows));
+    }
+    return FS_OK;
+}
+
+static fs_status
+layer_gathered(fs_llama *llama, size_t layer, const fs_unit_weights *weights, bool keep_local)
+{
+    if (llama->checkpointing) {
+        fs_norm norm = {.rows = llama->at.rows,
+                        .width = llama->config.hidden_size,
+                        .x = llama->at.layers[layer].x,
+                        .alpha = (float)llama->config.residual_multiplier,
+                        .eps = llama->config.rms_norm_eps};
+        fs_llama_layer_forward(llama, layer, weights, &norm, true);
+    }
+    fs_sink sink;
+    FS_TRY(fs_sink_open(llama, fs_llama_layer_unit(layer), &sink));
+    FS_TRY(mlp_backward(llama, layer, weights, &sink));
+    FS_TRY(attention_backward(llama, layer, weights, &sink));
+    FS_TRY(projections_backward(llama, layer, weights, &sink));
+    return fs_sink_publish(llama, &sink, keep_local);
+}
+
+fs_status
+fs_llama_layer_backward(fs_llama *llama, size_t layer, bool keep_local)
+{
+    fs_unit_weights weights;
+    FS_TRY(fs_llama_gather(llama, fs_llama_layer_unit(layer), 0, &weights));
+    fs_status st = layer_gathered(llama, layer, &weights, keep_local);
+    fs_status released = fs_llama_release(llama, &weights);
+    return st == FS_OK ? released : st;
+}

@@ -1,0 +1,277 @@
+/* Open, close, and the calls: check everything, make room, then forward and backward. */
+#include "llama.h"
+
+#include <string.h>
+
+#include "../base/checked.h"
+#include "parts.h"
+
+// ---- open and close -----------------------------------------------------------------------------
+
+/* The layout must be the one that the configuration defines. */
+static fs_status
+check_layout(const fs_llama_config *config, const fs_layout *layout)
+{
+    fs_llama_defs defs;
+    FS_TRY(fs_llama_define(config, &defs));
+    fs_status st = FS_OK;
+    if (layout->params_n != defs.params_n || layout->units_n != defs.units_n) {
+        st = FS_FAIL(FS_EINVAL, "the shards hold %d parameters in %d units, the configuration "
+                     "defines %d in %d", layout->params_n, layout->units_n, defs.params_n,
+                     defs.units_n);
+    }
+    for (int p = 0; st == FS_OK && p < defs.params_n; p++) {
+        const fs_param *got = &layout->params[p];
+        const fs_param_def *want = &defs.params[p];
+        if (strcmp(got->name, want->name) != 0 || got->dims_n != want->dims_n ||
+            got->dims[0] != want->dims[0] || (want->dims_n == 2 && got->dims[1] != want->dims[1]) ||
+            got->unit != want->unit) {
+            st = FS_FAIL(FS_EINVAL, "parameter %d of the shards is %s, the configuration defines %s "
+                         "(%zu x %zu)", p, got->name, want->name, want->dims[0],
+                         want->dims_n == 2 ? want->dims[1] : 1);
+        }
+    }
+    fs_llama_defs_free(&defs);
+    return st;
+}
+
+fs_status
+fs_llama_open(const fs_llama_config *config, fs_shards *shards, bool checkpointing, fs_llama **out)
+{
+    const fs_layout *layout = fs_shards_layout(shards);
+    FS_TRY(check_layout(config, layout));
+    fs_precision precision = fs_shards_policy(shards)->precision;
+    if (precision.param != FS_F32 && precision.param != FS_BF16 && precision.param != FS_F16) {
+        return FS_FAIL(FS_EUNSUPPORTED, "the native model computes with float32, bfloat16 or float16 "
+                       "weights, not %s", fs_dtype_name(precision.param));
+    }
+    fs_llama *llama;
+    FS_TRY(fs_calloc(1, sizeof *llama, &llama));
+    llama->config = *config;
+    llama->shards = shards;
+    llama->layout = layout;
+    llama->precision = precision;
+    llama->world = fs_shards_world(shards); /* its ledger must outlive our memory */
+    fs_world_retain(llama->world);
+    llama->exec = fs_world_exec(llama->world);
+    llama->checkpointing = checkpointing;
+    fs_status st;
+    size_t size = (size_t)fs_world_size(llama->world);
+    FS_TRY_GOTO(fs_calloc(config->num_hidden_layers, sizeof *llama->layers, &llama->layers), st, fail);
+    FS_TRY_GOTO(fs_calloc(size, sizeof *llama->payloads, &llama->payloads), st, fail);
+    *out = llama;
+    return FS_OK;
+fail:
+    fs_llama_close(llama);
+    return st;
+}
+
+void
+fs_llama_close(fs_llama *llama)
+{
+    if (llama == NULL) {
+        return;
+    }
+    fs_arena_close(&llama->arena);
+    fs_arena_close(&llama->rope_arena);
+    fs_free(llama->layers);
+    fs_free(llama->payloads);
+    fs_world_release(llama->world);
+    fs_free(llama);
+}
+
+// ---- room ---------------------------------------------------------------------------------------
+
+static fs_status
+make_rope(fs_llama *llama, size_t length)
+{
+    if (length <= llama->rope_length) {
+        return FS_OK;
+    }
+    fs_arena counting;
+    fs_arena_init_counting(&counting, NULL, false);
+    FS_TRY(fs_rope_place(&llama->config, length, &counting, &llama->cosines, &llama->sines));
+    llama->rope_length = 0;
+    fs_arena_close(&llama->rope_arena);
+    FS_TRY(fs_arena_open(&llama->rope_arena, fs_world_ledger(llama->world), counting.used));
+    FS_TRY(fs_rope_place(&llama->config, length, &llama->rope_arena, &llama->cosines,
+                         &llama->sines));
+    fs_rope_fill(&llama->config, length, llama->cosines, llama->sines);
+    llama->rope_length = length;
+    return FS_OK;
+}
+
+/* Places the buffers of this micro-batch; maps memory only when they need more than any before. */
+static fs_status
+make_room(fs_llama *llama, fs_mode mode, size_t batch, size_t length)
+{
+    fs_arena counting, over;
+    fs_arena_init_counting(&counting, NULL, false);
+    FS_TRY(fs_llama_place(&llama->config, llama->layout, &llama->precision, llama->checkpointing,
+                          mode, batch, length, llama->layers, &counting, &llama->at));
+    FS_TRY(make_rope(llama, length));
+    fs_arena *arena = &over;
+    if (counting.used > llama->arena.capacity) {
+        fs_arena_close(&llama->arena);
+        arena = &llama->arena;
+        FS_TRY(fs_arena_open(arena, fs_world_ledger(llama->world), counting.used));
+    } else {
+        /* Charged when it was mapped: the ledger keeps the rows of the largest micro-batch. */
+        fs_arena_init_over(&over, NULL, llama->arena.base, llama->arena.capacity);
+    }
+    return fs_llama_place(&llama->config, llama->layout, &llama->precision, llama->checkpointing,
+                          mode, batch, length, llama->layers, arena, &llama->at);
+}
+
+// ---- checks -------------------------------------------------------------------------------------
+
+static fs_status
+check_ids(const fs_llama *llama, const char *what, const int32_t *ids, size_t n, size_t length,
+          bool may_ignore)
+{
+    size_t vocab = llama->config.vocab_size;
+    for (size_t i = 0; i < n; i++) {
+        bool fine = ids[i] >= 0 && (size_t)ids[i] < vocab;
+        if (!fine && !(may_ignore && ids[i] == FS_TARGET_IGNORED)) {
+            return FS_FAIL(FS_EINVAL, "%s[%zu, %zu] is %d: ids are between 0 and %zu%s (rank %d)", what,
+                           i / length, i % length, (int)ids[i], vocab - 1,
+                           may_ignore ? ", or -100 to be ignored" : "",
+                           fs_world_rank(llama->world));
+        }
+    }
+    return FS_OK;
+}
+
+static fs_status
+check_call(const fs_llama *llama, const int32_t *tokens, const int32_t *targets, size_t batch,
+           size_t length)
+{
+    size_t rows;
+    FS_TRY(fs_mul_size(batch, length, &rows));
+    if (rows == 0) {
+        return FS_FAIL(FS_EINVAL, "a micro-batch of %zu x %zu tokens is empty (rank %d)", batch, length,
+                       fs_world_rank(llama->world));
+    }
+    if (length > llama->config.max_position_embeddings) {
+        return FS_FAIL(FS_EINVAL, "sequences of %zu tokens: the model has %zu positions "
+                       "(max_position_embeddings)", length, llama->config.max_position_embeddings);
+    }
+    FS_TRY(fs_world_usable(llama->world));
+    FS_TRY(check_ids(llama, "inputs", tokens, rows, length, false));
+    return targets == NULL ? FS_OK : check_ids(llama, "targets", targets, rows, length, true);
+}
+
+// ---- calls --------------------------------------------------------------------------------------
+
+/* The first unit with something to train: backward need not go below it. */
+static int
+first_trainable_unit(const fs_layout *layout)
+{
+    int first = layout->units_n;
+    for (int p = 0; p < layout->params_n; p++) {
+        if (layout->params[p].trainable && layout->params[p].unit < first) {
+            first = layout->params[p].unit;
+        }
+    }
+    return first;
+}
+
+/* The embedding's share, on top of a tied head's; published last. */
+static fs_status
+embed_backward(fs_llama *llama, const int32_t *tokens, fs_sink *sink, bool keep_local)
+{
+    fs_batch *at = &llama->at;
+    fs_embed_grad embed = {.rows = at->rows,
+                           .width = llama->config.hidden_size,
+                           .vocab = llama->config.vocab_size,
+                           .tokens = tokens,
+                           .scale = (float)llama->config.embedding_multiplier,
+                           .dy = at->dx,
+                           .first = at->id_first,
+                           .sorted = at->id_sorted};
+    if (fs_sink_begin(llama, sink, 0, &embed.dtable, &embed.add)) {
+        llama->exec->device->model.embed_grad(llama->exec, &embed);
+        FS_TRY(fs_sink_end(llama, sink, 0));
+    }
+    return fs_sink_publish(llama, sink, keep_local);
+}
+
+static fs_status
+backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, bool keep_local,
+         fs_loss *out)
+{
+    int first = first_trainable_unit(llama->layout);
+    int head_unit = fs_llama_head_unit(&llama->config);
+    bool tied = llama->config.tie_word_embeddings;
+    fs_sink head, embed = {0};
+    FS_TRY(fs_sink_open(llama, head_unit, &head));
+    if (tied) {
+        FS_TRY(fs_sink_open(llama, 0, &embed));
+    }
+    fs_head_call call = {.targets = targets,
+                         .sink = &head,
+                         .tied = &embed,
+                         .input_grad = first < head_unit};
+    FS_TRY(fs_llama_head(llama, &call));
+    *out = call.loss;
+    FS_TRY(fs_sink_publish(llama, &head, keep_local));
+    for (size_t layer = llama->config.num_hidden_layers; layer-- > 0;) {
+        if (fs_llama_layer_unit(layer) >= first) {
+            FS_TRY(fs_llama_layer_backward(llama, layer, keep_local));
+        }
+    }
+    if (first > 0) {
+        return FS_OK;
+    }
+    if (!tied) {
+        FS_TRY(fs_sink_open(llama, 0, &embed));
+    }
+    return embed_backward(llama, tokens, &embed, keep_local);
+}
+
+fs_status
+fs_llama_forward_backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, size_t batch,
+                          size_t length, int64_t count, bool keep_local, fs_loss *out)
+{
+    FS_TRY(check_call(llama, tokens, targets, batch, length));
+    FS_TRY(make_room(llama, FS_MODE_TRAIN, batch, length));
+    FS_TRY(fs_llama_body_forward(llama, tokens));
+    fs_loss loss;
+    FS_TRY(backward(llama, tokens, targets, keep_local, &loss));
+    FS_TRY(fs_round_end(llama->shards, count < 0 ? loss.tokens : count, keep_local));
+    *out = loss;
+    return FS_OK;
+}
+
+fs_status
+fs_llama_forward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, size_t batch,
+                 size_t length, bool last_only, float *logits, fs_loss *out)
+{
+    if (last_only && (targets != NULL || logits == NULL)) {
+        return FS_FAIL(FS_EINVAL, "logits of last tokens alone come without a loss");
+    }
+    FS_TRY(check_call(llama, tokens, targets, batch, length));
+    FS_TRY(make_room(llama, FS_MODE_FORWARD, batch, length));
+    FS_TRY(fs_llama_body_forward(llama, tokens));
+    fs_head_call call = {.targets = targets, .logits = logits, .last_only = last_only};
+    FS_TRY(fs_llama_head(llama, &call));
+    if (targets != NULL) {
+        *out = call.loss;
+    }
+    return FS_OK;
+}
+
+fs_status
+fs_llama_loss_sum(fs_llama *llama, const fs_loss *mine, fs_loss *out)
+{
+    fs_payload payload = {.d = {mine->sum}};
+    payload.i[1] = mine->tokens;
+    fs_what what = {.op = FS_OP_LOSS, .dtype = -1, .root = -1};
+    FS_TRY(fs_meet(llama->world, &what, &payload, llama->payloads, 0));
+    *out = (fs_loss){0};
+    for (int rank = 0; rank < fs_world_size(llama->world); rank++) {
+        out->sum += llama->payloads[rank].d[0];
+        out->tokens += llama->payloads[rank].i[1];
+    }
+    return FS_OK;
+}

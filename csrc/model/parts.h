@@ -1,0 +1,206 @@
+/* What the files of the model share: where parameters are, what a micro-batch holds, and the small
+ * steps that forward and backward are made of. Private to this folder. */
+#ifndef FS_MODEL_PARTS_H
+#define FS_MODEL_PARTS_H
+
+#include "llama.h"
+
+// ---- parameters ---------------------------------------------------------------------------------
+
+/* Parameters of a layer in the order of its unit. q, k, v and gate, up lie side by side. */
+typedef enum fs_role {
+    FS_ROLE_NORM1 = 0, FS_ROLE_Q, FS_ROLE_K, FS_ROLE_V, FS_ROLE_Q_BIAS, FS_ROLE_K_BIAS,
+    FS_ROLE_V_BIAS, FS_ROLE_O, FS_ROLE_O_BIAS, FS_ROLE_NORM2, FS_ROLE_GATE, FS_ROLE_UP,
+    FS_ROLE_GATE_BIAS, FS_ROLE_UP_BIAS, FS_ROLE_DOWN, FS_ROLE_DOWN_BIAS, FS_ROLE_COUNT
+} fs_role;
+
+/* Index of a layer's parameter in the layout; -1 when the configuration has none. */
+int fs_llama_param(const fs_llama_config *config, size_t layer, fs_role role);
+/* The embedding is parameter 0; the final norm follows the layers, then an untied head. */
+int fs_llama_final_norm(const fs_llama_config *config);
+int fs_llama_lm_head(const fs_llama_config *config);
+
+/* Units in layout order. */
+static inline int
+fs_llama_layer_unit(size_t layer)
+{
+    return 1 + (int)layer;
+}
+
+static inline int
+fs_llama_head_unit(const fs_llama_config *config)
+{
+    return 1 + (int)config->num_hidden_layers;
+}
+
+// ---- activations --------------------------------------------------------------------------------
+
+/* What forward keeps of one layer for its backward. Rows are batch * length. */
+typedef struct fs_layer_saved {
+    float *x;     /* (rows, hidden): input, the residual stream */
+    float *rstd1; /* (rows) */
+    float *q, *k, *v; /* packed, rotated, q scaled */
+    float *attended;  /* (rows, q_heads * head_dim) */
+    float *lse;       /* (batch, q_heads, length) */
+    float *middle;    /* (rows, hidden): residual stream after attention */
+    float *rstd2;     /* (rows) */
+    float *gate, *up; /* (rows, intermediate), without biases */
+} fs_layer_saved;
+
+typedef enum fs_mode { FS_MODE_FORWARD = 0, FS_MODE_TRAIN } fs_mode;
+
+/* Every buffer of one micro-batch, placed by fs_llama_place. */
+typedef struct fs_batch {
+    size_t batch, length, rows;
+    size_t padded_dim, padded_length;
+    size_t slice;  /* rows of one slice of the head */
+    fs_layer_saved *layers; /* [num_hidden_layers], of fs_llama */
+    float *last;        /* (rows, hidden): residual stream after the layers */
+    float *rstd_last;   /* (rows) */
+    float *normed;      /* (rows, hidden) */
+    float *branch;      /* (rows, hidden): output of a projection into the stream; its gradient */
+    float *branch_bias; /* (hidden): copy of the bias that waits to be added with branch */
+    float *wide;        /* (rows, intermediate) */
+    float *projected;   /* (rows, (q_heads + 2 kv_heads) * head_dim) */
+    float *k_turned, *v_turned;
+    float *logits;      /* (slice, vocab) */
+    double *losses;     /* (slice) */
+    /* Backward alone. */
+    float *dx;          /* (rows, hidden): gradient of the residual stream */
+    float *scaled;      /* (rows, hidden): dx times the residual multiplier; dx itself when that is 1 */
+    float *dattended;   /* (rows, q_heads * head_dim) */
+    float *dattended_packed;
+    float *delta;       /* (batch, q_heads, length) */
+    float *dq, *dk, *dv; /* packed */
+    float *norm_partial;
+    int32_t *id_first, *id_sorted;
+    /* Weights. */
+    float *widened;     /* fp32 image of what is gathered; NULL when weights are fp32 */
+    float *staged;      /* a parameter's gradient on its way to a slot that is not fp32, or NULL */
+} fs_batch;
+
+/* Places all buffers of a micro-batch in arena; run on a counting arena it is the plan. */
+FS_NODISCARD fs_status
+fs_llama_place(const fs_llama_config *config, const fs_layout *layout, const fs_precision *precision,
+               bool checkpointing, fs_mode mode, size_t batch, size_t length, fs_layer_saved *layers,
+               fs_arena *arena, fs_batch *out);
+
+/* Rotary tables (length, head_dim / 2). */
+FS_NODISCARD fs_status
+fs_rope_place(const fs_llama_config *config, size_t length, fs_arena *arena, float **out_cosines,
+              float **out_sines);
+void fs_rope_fill(const fs_llama_config *config, size_t length, float *cosines, float *sines);
+
+// ---- the model ----------------------------------------------------------------------------------
+
+/* Owner: whoever opened it; the shards outlive it. */
+struct fs_llama {
+    fs_llama_config config;
+    fs_shards *shards;
+    const fs_layout *layout;
+    fs_precision precision;
+    fs_world *world;
+    const fs_exec *exec;
+    bool checkpointing;
+    fs_arena arena; /* buffers of the largest micro-batch so far */
+    fs_arena rope_arena;
+    size_t rope_length;
+    float *cosines, *sines;
+    fs_layer_saved *layers;
+    fs_payload *payloads; /* [world size], for fs_llama_loss_sum */
+    fs_batch at;          /* the current micro-batch */
+};
+
+/* A unit's weights as fp32: weights + offset of a parameter. */
+typedef struct fs_unit_weights {
+    int unit;
+    const float *weights;
+} fs_unit_weights;
+
+/* Gathers (and widens) a unit; widened_at_n: where in the widened image, elements. */
+FS_NODISCARD fs_status
+fs_llama_gather(fs_llama *llama, int unit, size_t widened_at_n, fs_unit_weights *out);
+FS_NODISCARD fs_status
+fs_llama_release(fs_llama *llama, const fs_unit_weights *weights);
+
+/* A layer's parameter among its weights; NULL for a bias it does not have. */
+const float *fs_layer_weight(const fs_llama *llama, const fs_unit_weights *weights, size_t layer,
+                             fs_role role);
+static inline const float *
+fs_param_weight(const fs_llama *llama, const fs_unit_weights *weights, int param)
+{
+    return weights->weights + llama->layout->params[param].offset_n;
+}
+
+/* y = x W', dx (+)= dy W; W is (out, in); ld of x and dx is in. */
+void fs_linear(const fs_llama *llama, float *y, size_t ldy, const float *x, const float *weight,
+               size_t rows, size_t in, size_t out);
+void fs_linear_input_grad(const fs_llama *llama, float *dx, const float *dy, size_t ldy,
+                          const float *weight, size_t rows, size_t in, size_t out, bool add);
+
+/* Forward of one layer, from its saved input on; stops before the output projection of the MLP when
+ * again (checkpointing: the rest is not needed). at->branch then waits to be added to saved->middle. */
+void fs_llama_layer_forward(fs_llama *llama, size_t layer, const fs_unit_weights *weights,
+                            const fs_norm *norm1, bool again);
+
+/* Embedding and layers; leaves the last layer's branch waiting in at.branch. */
+FS_NODISCARD fs_status
+fs_llama_body_forward(fs_llama *llama, const int32_t *tokens);
+
+/* Operations of a layer with what they share filled in. */
+fs_heads fs_llama_heads(const fs_llama *llama);
+fs_attention fs_llama_attention(const fs_llama *llama, const fs_layer_saved *saved);
+
+// ---- gradients ----------------------------------------------------------------------------------
+
+/* Where a unit's gradients of this micro-batch go. */
+typedef struct fs_sink {
+    int unit;
+    float *slot; /* NULL: staged one by one, or nothing trainable */
+    bool open;   /* the unit takes part */
+    bool add;    /* the slot holds this round's sum already */
+} fs_sink;
+
+FS_NODISCARD fs_status
+fs_sink_open(fs_llama *llama, int unit, fs_sink *out);
+/* The target of a parameter's gradient, or false when it is frozen. */
+bool fs_sink_begin(fs_llama *llama, const fs_sink *sink, int param, float **out, bool *out_add);
+/* The parameter's gradient is complete. */
+FS_NODISCARD fs_status
+fs_sink_end(fs_llama *llama, const fs_sink *sink, int param);
+FS_NODISCARD fs_status
+fs_sink_publish(fs_llama *llama, const fs_sink *sink, bool keep_local);
+
+/* dW (+)= dy' x into the sink, unless the parameter is frozen; W is (out, in). */
+FS_NODISCARD fs_status
+fs_linear_weight_grad(fs_llama *llama, const fs_sink *sink, int param, const float *dy, size_t ldy,
+                      const float *x, size_t rows);
+/* Column sums of dy into the sink, unless there is no such bias (param -1) or it is frozen. */
+FS_NODISCARD fs_status
+fs_bias_grad(fs_llama *llama, const fs_sink *sink, int param, const float *dy, size_t ldy);
+/* Backward of a norm: at.branch holds the gradient of its output, then its output; at.dx is written,
+ * or added to. */
+FS_NODISCARD fs_status
+fs_norm_backward(fs_llama *llama, const fs_sink *sink, int param, const float *x, const float *rstd,
+                 const float *weight, bool dx_add);
+
+/* Final norm and head, in slices of tokens; gathers and releases their unit (and the table of a tied
+ * head). Gradients of the head and the norm are written when there is a sink. */
+typedef struct fs_head_call {
+    const int32_t *targets; /* (rows) or NULL */
+    float *logits;          /* (rows, vocab) or NULL */
+    bool last_only;         /* logits of each sequence's last token alone */
+    fs_sink *sink;          /* of the head unit; NULL: no gradients */
+    fs_sink *tied;          /* of the embedding, where the head is tied */
+    bool input_grad;        /* the gradient of the stream is wanted in at.dx */
+    bool normed_grad;       /* set by the call: the gradient of the normed rows is needed */
+    fs_loss loss;           /* out */
+} fs_head_call;
+FS_NODISCARD fs_status
+fs_llama_head(fs_llama *llama, fs_head_call *call);
+
+/* Backward of one layer: at.dx in and out. */
+FS_NODISCARD fs_status
+fs_llama_layer_backward(fs_llama *llama, size_t layer, bool keep_local);
+
+#endif

@@ -1,0 +1,148 @@
+/* The small steps that forward and backward are made of: weights in, products, gradients out. */
+#include "parts.h"
+
+// ---- weights ------------------------------------------------------------------------------------
+
+fs_status
+fs_llama_gather(fs_llama *llama, int unit, size_t widened_at_n, fs_unit_weights *out)
+{
+    const void *weights;
+    FS_TRY(fs_unit_gather(llama->shards, unit, &weights));
+    out->unit = unit;
+    if (llama->precision.param == FS_F32) {
+        out->weights = weights;
+        return FS_OK;
+    }
+    float *widened = llama->at.widened + widened_at_n;
+    llama->exec->device->convert(llama->exec, widened, FS_F32, weights, llama->precision.param,
+                                 llama->layout->units[unit].numel);
+    out->weights = widened;
+    return FS_OK;
+}
+
+fs_status
+fs_llama_release(fs_llama *llama, const fs_unit_weights *weights)
+{
+    return fs_unit_release(llama->shards, weights->unit);
+}
+
+const float *
+fs_layer_weight(const fs_llama *llama, const fs_unit_weights *weights, size_t layer, fs_role role)
+{
+    int param = fs_llama_param(&llama->config, layer, role);
+    return param < 0 ? NULL : fs_param_weight(llama, weights, param);
+}
+
+// ---- products -----------------------------------------------------------------------------------
+
+void
+fs_linear(const fs_llama *llama, float *y, size_t ldy, const float *x, const float *weight,
+          size_t rows, size_t in, size_t out)
+{
+    fs_gemm gemm = {.trans_b = true, .m = rows, .n = out, .k = in, .a = x, .lda = in, .b = weight,
+                    .ldb = in, .beta = 0.0f, .c = y, .ldc = ldy};
+    llama->exec->device->gemm(llama->exec, &gemm);
+}
+
+void
+fs_linear_input_grad(const fs_llama *llama, float *dx, const float *dy, size_t ldy,
+                     const float *weight, size_t rows, size_t in, size_t out, bool add)
+{
+    fs_gemm gemm = {.m = rows, .n = in, .k = out, .a = dy, .lda = ldy, .b = weight, .ldb = in,
+                    .beta = add ? 1.0f : 0.0f, .c = dx, .ldc = in};
+    llama->exec->device->gemm(llama->exec, &gemm);
+}
+
+fs_status
+fs_linear_weight_grad(fs_llama *llama, const fs_sink *sink, int param, const float *dy, size_t ldy,
+                      const float *x, size_t rows)
+{
+    float *target;
+    bool add;
+    if (!fs_sink_begin(llama, sink, param, &target, &add)) {
+        return FS_OK;
+    }
+    size_t out = llama->layout->params[param].dims[0], in = llama->layout->params[param].dims[1];
+    fs_gemm gemm = {.trans_a = true, .m = out, .n = in, .k = rows, .a = dy, .lda = ldy, .b = x,
+                    .ldb = in, .beta = add ? 1.0f : 0.0f, .c = target, .ldc = in};
+    llama->exec->device->gemm(llama->exec, &gemm);
+    return fs_sink_end(llama, sink, param);
+}
+
+fs_status
+fs_bias_grad(fs_llama *llama, const fs_sink *sink, int param, const float *dy, size_t ldy)
+{
+    fs_column_sum sum = {.rows = llama->at.rows, .stride = ldy, .x = dy};
+    if (param < 0 || !fs_sink_begin(llama, sink, param, &sum.out, &sum.add)) {
+        return FS_OK;
+    }
+    sum.width = llama->layout->params[param].numel;
+    llama->exec->device->model.column_sum(llama->exec, &sum);
+    return fs_sink_end(llama, sink, param);
+}
+
+fs_status
+fs_norm_backward(fs_llama *llama, const fs_sink *sink, int param, const float *x, const float *rstd,
+                 const float *weight, bool dx_add)
+{
+    fs_norm_grad norm = {.rows = llama->at.rows,
+                         .width = llama->config.hidden_size,
+                         .x = x,
+                         .rstd = rstd,
+                         .weight = weight,
+                         .dy = llama->at.branch,
+                         .dx = llama->at.dx,
+                         .dx_add = dx_add,
+                         .partial = llama->at.norm_partial};
+    bool wanted = fs_sink_begin(llama, sink, param, &norm.dweight, &norm.dweight_add);
+    llama->exec->device->model.norm_grad(llama->exec, &norm);
+    return wanted ? fs_sink_end(llama, sink, param) : FS_OK;
+}
+
+// ---- gradients ----------------------------------------------------------------------------------
+
+fs_status
+fs_sink_open(fs_llama *llama, int unit, fs_sink *out)
+{
+    *out = (fs_sink){.unit = unit, .open = llama->layout->units[unit].slot >= 0};
+    if (!out->open || llama->precision.reduce != FS_F32) {
+        return FS_OK;
+    }
+    void *slot;
+    FS_TRY(fs_grad_open(llama->shards, unit, &slot, &out->add));
+    out->slot = slot;
+    return FS_OK;
+}
+
+bool
+fs_sink_begin(fs_llama *llama, const fs_sink *sink, int param, float **out, bool *out_add)
+{
+    *out = NULL;
+    *out_add = false;
+    if (!llama->layout->params[param].trainable) {
+        return false;
+    }
+    if (sink->slot == NULL) {
+        *out = llama->at.staged;
+        return true;
+    }
+    *out = sink->slot + llama->layout->params[param].grad_n;
+    *out_add = sink->add;
+    return true;
+}
+
+fs_status
+fs_sink_end(fs_llama *llama, const fs_sink *sink, int param)
+{
+    if (sink->slot == NULL) {
+        return fs_grad_put(llama->shards, param, llama->at.staged, FS_F32);
+    }
+    fs_grad_mark(llama->shards, sink->unit, param);
+    return FS_OK;
+}
+
+fs_status
+fs_sink_publish(fs_llama *llama, const fs_sink *sink, bool keep_local)
+{
+    return sink->open ? fs_grad_publish(llama->shards, sink->unit, keep_local) : FS_OK;
+}
