@@ -25,6 +25,7 @@ typedef enum fs_status {
 } fs_status;
 
 #define FS_MESSAGE_NBYTES 4096
+#define FS_NODISCARD __attribute__((warn_unused_result))
 
 /* Stores a printf-style sentence for the calling thread and returns code. */
 fs_status
@@ -51,7 +52,8 @@ typedef struct fs_kept {
 void fs_status_keep(fs_status code, fs_kept *out);
 
 /* Fails with a kept failure again, its text behind prefix. FS_OK when nothing was kept. */
-fs_status fs_status_tell(const fs_kept *kept, const char *prefix);
+FS_NODISCARD fs_status
+fs_status_tell(const fs_kept *kept, const char *prefix);
 
 #define FS_FAIL(code, ...) fs_status_fail((code), __VA_ARGS__)
 #define FS_FAIL_ERRNO(...) fs_status_fail_errno(__VA_ARGS__)
@@ -71,7 +73,5 @@ fs_status fs_status_tell(const fs_kept *kept, const char *prefix);
         if ((st) != FS_OK)                 \
             goto label;                    \
     } while (0)
-
-#define FS_NODISCARD __attribute__((warn_unused_result))
 
 #endif

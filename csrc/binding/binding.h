@@ -23,7 +23,8 @@ int fs_py_add_world(PyObject *module);   /* py_world.c: Job, World, collectives 
 int fs_py_add_shards(PyObject *module);  /* py_shards.c: Shards, step */
 int fs_py_add_llama(PyObject *module);   /* py_llama.c */
 int fs_py_add_model_ops(PyObject *module); /* py_model_ops.c: one by one, for tests and benchmarks */
-int fs_py_add_io(PyObject *module);      /* py_io.c: safetensors, checkpoints */
+int fs_py_add_io(PyObject *module);      /* py_io.c: checksums, safetensors */
+int fs_py_add_checkpoint(PyObject *module); /* py_checkpoint.c: catalogs, save, read, export */
 
 /* The one place that turns a status into an exception: sets it and returns NULL. world may be NULL; it
  * is where FS_ABORTED finds its cause and report. */

@@ -9,6 +9,7 @@ add_all(PyObject *module)
         fs_py_add_kernels,
         fs_py_add_shards,
         fs_py_add_io,
+        fs_py_add_checkpoint,
         fs_py_add_machine,
         fs_py_add_model_ops,
         fs_py_add_llama,

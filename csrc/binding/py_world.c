@@ -334,6 +334,9 @@ job_world(PyObject *object, PyObject *args, PyObject *keywords)
         return NULL;
     }
     fs_world_set_interrupted(self->world, look_up, self);
+    if (!fs_job_is_threads(job)) {
+        note_caller(self->world); /* of init(): all that is known until the first operation */
+    }
     return (PyObject *)self;
 }
 

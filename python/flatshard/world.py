@@ -1,0 +1,784 @@
+"""The world: the ranks of a job, and what they do together.
+
+``init`` gives the world of a job that a launcher started, or a world of one. ``local_world`` runs
+ranks as threads of this process, for notebooks and tests. The collectives take NumPy arrays of
+float32, float64, bfloat16, float16, int32, int64 or uint8.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from . import _core, _log, _start
+from .errors import ConfigError, WorldError
+
+__all__ = ["Handle", "LocalWorld", "World", "init", "local_world"]
+
+Array = NDArray[Any]
+Op = Literal["sum", "mean", "max", "min"]
+T = TypeVar("T")
+
+_log.setup()
+_log.warn_unknown_variables(_core.env_table())
+
+TIMEOUT_S = 1800.0
+REPORT_AFTER_S = 30.0
+LOCAL_TIMEOUT_S = 60.0
+
+
+class Handle(Generic[T]):
+    """The result of a collective that was asked for with ``async_=True``.
+
+    On one host a collective is memory traffic of the cores that also compute, so there is nothing
+    to overlap: the handle is finished when it is returned. It exists so that code written for
+    engines that do overlap runs unchanged.
+    """
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def wait(self) -> T:
+        """The result."""
+        return self._result
+
+    def done(self) -> bool:
+        """Always true on the node world."""
+        return True
+
+
+def _operand(x: Any) -> Array:
+    """An array as it is; a Python or NumPy number as a scalar array."""
+    if isinstance(x, np.ndarray):
+        return x
+    if isinstance(x, (int, float, np.generic)) and not isinstance(x, bool):
+        return np.asarray(x)
+    return x  # type: ignore[no-any-return]  # the core's message says what it expected
+
+
+class World:
+    """One rank's part in a world. Made by :func:`init`, :func:`local_world` and :meth:`split`.
+
+    Every method that is marked collective must be called by every rank, in the same order, with the
+    same operation, dtype and sizes; a difference raises `CollectiveMismatch` on all of them. Waits
+    end: with `PeerLost` when a rank dies or fails, with `CollectiveTimeout` after ``timeout``
+    seconds, with `KeyboardInterrupt` on Ctrl-C. After that the world is over for every rank.
+
+    One thread of a rank uses its world at a time.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank, and how many there are.
+    local_rank : int
+        This rank among those of its host.
+    is_main : bool
+        True on rank 0.
+    threads : int
+        Compute threads of this rank: ``FLATSHARD_THREADS``, else its share of the processors.
+    """
+
+    def __init__(self, core: _core.World, *, local_rank: int, on_close: Callable[[], None]) -> None:
+        self._core = core
+        self._on_close = on_close
+        self.rank: int = core.rank
+        self.size: int = core.size
+        self.local_rank = local_rank
+        self.is_main = self.rank == 0
+        self.threads: int = core.threads
+        core.on_event = _warn
+
+    def __repr__(self) -> str:
+        return f"<flatshard.World rank {self.rank} of {self.size}>"
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- collectives ------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Waits until every rank has come. Collective.
+
+        Raises
+        ------
+        WorldError
+            `PeerLost`, `CollectiveTimeout` or `CollectiveMismatch`: the text says who came, who did
+            not, and where each rank is.
+        """
+        self._core.barrier()
+
+    @overload
+    def all_reduce(
+        self, x: Any, *, op: Op = ..., out: Array | None = ..., async_: Literal[False] = ...
+    ) -> Array: ...
+    @overload
+    def all_reduce(
+        self, x: Any, *, op: Op = ..., out: Array | None = ..., async_: Literal[True]
+    ) -> Handle[Array]: ...
+
+    def all_reduce(
+        self, x: Any, *, op: Op = "sum", out: Array | None = None, async_: bool = False
+    ) -> Array | Handle[Array]:
+        """Element-wise reduction over all ranks, on every rank. Collective.
+
+        Parameters
+        ----------
+        x : ndarray, C-contiguous, or a number
+            Equal shape and dtype on all ranks.
+        op : {"sum", "mean", "max", "min"}
+            Sums run in rank order, in float32 for the 16-bit dtypes (rounded once; a mean is
+            divided before that), and wrap for integers. A mean of integers is an error.
+        out : ndarray, optional
+            Where the result goes; ``out=x`` is in place. Default: a new array.
+        async_ : bool
+            Return a finished `Handle`.
+
+        Returns
+        -------
+        ndarray
+            Same shape and dtype as x; for a number a NumPy scalar.
+
+        Notes
+        -----
+        A fence below 64 KiB of all ranks together. Else each rank reads its 1/W of every
+        rank's x, and then the other parts of the result. In world memory (`symmetric`) with ``out=x``
+        nothing is copied into windows.
+        """
+        operand = _operand(x)
+        result = self._core.all_reduce(operand, op, out)
+        if operand is not x:
+            result = result[()]
+        return Handle(result) if async_ else result
+
+    @overload
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int] | None = ...,
+        out: Array | None = ...,
+        async_: Literal[False] = ...,
+    ) -> Array: ...
+    @overload
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int] | None = ...,
+        out: Array | None = ...,
+        async_: Literal[True],
+    ) -> Handle[Array]: ...
+
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Array | None = None,
+        async_: bool = False,
+    ) -> Array | Handle[Array]:
+        """Every rank's rows, one after the other in rank order. Collective.
+
+        Parameters
+        ----------
+        x : ndarray of shape (rows, ...), C-contiguous, or a number
+            Equal dtype and trailing shape on all ranks.
+        counts : sequence of int, optional
+            Rows of every rank, equal on all of them. Default: all have as many as this one.
+        out : ndarray of shape (sum of rows, ...), optional
+        async_ : bool
+            Return a finished `Handle`.
+
+        Returns
+        -------
+        ndarray of shape (sum of rows, ...)
+            From numbers: shape (size,).
+
+        Notes
+        -----
+        Each rank writes the whole result once.
+        """
+        result = self._core.all_gather(_operand(x), counts, out)
+        return Handle(result) if async_ else result
+
+    @overload
+    def reduce_scatter(
+        self,
+        x: Array,
+        *,
+        op: Op = ...,
+        counts: Sequence[int] | None = ...,
+        out: Array | None = ...,
+        async_: Literal[False] = ...,
+    ) -> Array: ...
+    @overload
+    def reduce_scatter(
+        self,
+        x: Array,
+        *,
+        op: Op = ...,
+        counts: Sequence[int] | None = ...,
+        out: Array | None = ...,
+        async_: Literal[True],
+    ) -> Handle[Array]: ...
+
+    def reduce_scatter(
+        self,
+        x: Array,
+        *,
+        op: Op = "mean",
+        counts: Sequence[int] | None = None,
+        out: Array | None = None,
+        async_: bool = False,
+    ) -> Array | Handle[Array]:
+        """This rank's rows of the reduction over all ranks. Collective.
+
+        Parameters
+        ----------
+        x : ndarray of shape (rows, ...), C-contiguous
+            Equal shape and dtype on all ranks.
+        op : {"mean", "sum", "max", "min"}
+            As in `all_reduce`; integers need ``op="sum"``, "max" or "min".
+        counts : sequence of int, optional
+            Rows that go to each rank. Default: equal, and rows must divide by the ranks.
+        out : ndarray of shape (rows of this rank, ...), optional
+            Must not overlap x.
+        async_ : bool
+            Return a finished `Handle`.
+
+        Returns
+        -------
+        ndarray of shape (rows of this rank, ...)
+
+        Notes
+        -----
+        Each rank reads its 1/W of every rank's x: the bytes of x once, together.
+        """
+        result = self._core.reduce_scatter(x, op, counts, out)
+        return Handle(result) if async_ else result
+
+    @overload
+    def broadcast(
+        self, x: Any, *, root: int = ..., out: Array | None = ..., async_: Literal[False] = ...
+    ) -> Array: ...
+    @overload
+    def broadcast(
+        self, x: Any, *, root: int = ..., out: Array | None = ..., async_: Literal[True]
+    ) -> Handle[Array]: ...
+
+    def broadcast(
+        self, x: Any, *, root: int = 0, out: Array | None = None, async_: bool = False
+    ) -> Array | Handle[Array]:
+        """The root's x, on every rank. Collective.
+
+        Parameters
+        ----------
+        x : ndarray, C-contiguous, or a number
+            Equal shape and dtype on all ranks; the values of the root count.
+        root : int
+            The rank that sends.
+        out : ndarray, optional
+            Where the result goes; ``out=x`` overwrites x. Default: a new array, x stays.
+        async_ : bool
+            Return a finished `Handle`.
+
+        Returns
+        -------
+        ndarray
+            Same shape and dtype as x.
+        """
+        operand = _operand(x)
+        result = self._core.broadcast(operand, root, out)
+        if operand is not x:
+            result = result[()]
+        return Handle(result) if async_ else result
+
+    @overload
+    def all_to_all(
+        self, x: Array, *, out: Array | None = ..., async_: Literal[False] = ...
+    ) -> Array: ...
+    @overload
+    def all_to_all(
+        self, x: Array, *, out: Array | None = ..., async_: Literal[True]
+    ) -> Handle[Array]: ...
+
+    def all_to_all(
+        self, x: Array, *, out: Array | None = None, async_: bool = False
+    ) -> Array | Handle[Array]:
+        """Sends block r of x to rank r, and returns what came, in rank order. Collective.
+
+        Parameters
+        ----------
+        x : ndarray of shape (rows, ...), C-contiguous
+            rows divide by the ranks; equal shape and dtype on all ranks.
+        out : ndarray of the shape of x, optional
+            Must not overlap x.
+        async_ : bool
+            Return a finished `Handle`.
+
+        Returns
+        -------
+        ndarray of the shape of x
+        """
+        result = self._core.all_to_all(x, out)
+        return Handle(result) if async_ else result
+
+    def gather_rows(self, x: Array, *, total: int | None = None) -> Array:
+        """Rows of every rank, however many each has. Collective.
+
+        Parameters
+        ----------
+        x : ndarray of shape (rows, ...), C-contiguous
+            Rows may differ between ranks, the rest may not.
+        total : int, optional
+            Keep the first ``total`` rows: what a sampler repeated to fill the last batch goes.
+
+        Returns
+        -------
+        ndarray of shape (rows of all ranks, ...)
+        """
+        rows = self.all_gather(np.array([len(x)], dtype=np.int64)).tolist()
+        gathered = self.all_gather(x, counts=rows)
+        if total is not None and total > len(gathered):
+            raise ValueError(f"total: {total} rows asked for, but all ranks have {len(gathered)}")
+        return gathered if total is None else gathered[:total]
+
+    def symmetric(
+        self, shape: int | Sequence[int], dtype: DTypeLike = "float32", *, name: str = "array"
+    ) -> Array:
+        """A zeroed array in world memory. Collective.
+
+        Collectives over such arrays read every rank's operand where it lies: an all-gather or
+        reduce-scatter then copies nothing into windows. The memory is given back when the last rank
+        has dropped its array.
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+            Of this rank's array; equal on all ranks.
+        dtype : dtype
+        name : str
+            Named in errors.
+
+        Raises
+        ------
+        MemoryBudgetError
+            On all ranks, before anything is taken, if the ranks' arrays together would not fit the
+            memory that the control groups, limits and the host leave.
+        """
+        return self._core.symmetric(shape, dtype, name)
+
+    # ---- parts, order, output ---------------------------------------------------------------
+
+    def split(self, color: int | None, *, key: int = 0) -> World | None:
+        """The world of the ranks that pass the same color. Collective.
+
+        Parameters
+        ----------
+        color : int >= 0 or None
+            None joins no part.
+        key : int
+            Order in the part; equal keys keep the order of ranks.
+
+        Returns
+        -------
+        World or None
+            A failure in any part ends all parts of the job.
+        """
+        if color is not None and color < 0:
+            raise ValueError(f"color: expected 0 or more, or None, got {color}")
+        part = self._core.split(-1 if color is None else color, key)
+        if part is None:
+            return None
+        return World(part, local_rank=self.local_rank, on_close=lambda: None)
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[bool]:
+        """Rank 0 runs the block before the others do: download once, then read. Collective.
+
+        Yields
+        ------
+        bool
+            True on rank 0.
+
+        Raises
+        ------
+        WorldError
+            On the other ranks, if the block failed on rank 0. The world stays usable.
+        """
+        went_well = np.ones((), dtype=np.uint8)
+        if self.is_main:
+            try:
+                yield True
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._core.broadcast(np.zeros((), dtype=np.uint8), 0, None)
+                raise
+            self._core.broadcast(went_well, 0, None)
+        else:
+            if not self._core.broadcast(went_well, 0, None):
+                raise WorldError(f"rank {self.rank}: the block of first() failed on rank 0")
+            yield False
+
+    def print(self, *values: object) -> None:
+        """Prints on rank 0; does nothing elsewhere."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    # ---- limits, memory, end ----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def limit(self, *, timeout: float, report_after: float | None = None) -> Iterator[None]:
+        """Other deadlines for the waits in a block, on this rank.
+
+        Parameters
+        ----------
+        timeout : float, seconds
+            A wait that takes longer raises `CollectiveTimeout`.
+        report_after : float, seconds, optional
+            A wait that takes longer is reported in the log. Default: unchanged.
+        """
+        before = self._core.deadlines()
+        self._core.set_deadlines(timeout, before[1] if report_after is None else report_after)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(RuntimeError):  # closed in the block
+                self._core.set_deadlines(*before)
+
+    def memory(self) -> dict[str, tuple[int, int, int]]:
+        """Bytes this rank holds, as the allocator counted them.
+
+        Returns
+        -------
+        dict
+            class -> (private, in world memory, peak of both), in bytes. World memory is charged to
+            the rank that owns it.
+        """
+        return self._core.memory()
+
+    def close(self) -> None:
+        """Leaves the world. Never waits; a second call does nothing.
+
+        Ranks that still wait for this one raise `PeerLost`.
+        """
+        self._core.close()
+        self._on_close()
+
+
+def _warn(text: str) -> None:
+    _log.logger.warning("%s", text, extra=_log.every_rank)
+
+
+# ---- the job's world ----------------------------------------------------------------------------
+
+
+class _Process:
+    """The world of this process, if it has one, and how often there was one."""
+
+    world: World | None = None
+    job: _core.Job | None = None
+    worlds = 0
+
+
+_of_thread = threading.local()
+
+
+def _seconds(name: str, given: float) -> float:
+    """A duration: the environment variable if set (whoever runs a script may not own it)."""
+    text = os.environ.get(name)
+    if not text:
+        return float(given)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ConfigError(f"{name}={text}: expected a number of seconds above 0")
+    return seconds
+
+
+def _positive(name: str, seconds: float) -> float:
+    if not seconds > 0:
+        raise ValueError(f"{name}: expected seconds above 0, got {seconds}")
+    return seconds
+
+
+def init(
+    *,
+    device: str = "cpu",
+    backend: str = "auto",
+    timeout: float = TIMEOUT_S,
+    report_after: float = REPORT_AFTER_S,
+    threads: int | None = None,
+) -> World:
+    """The world of this job. Collective over the processes that a launcher started.
+
+    ``flatshard launch``, torchrun, mpirun (Open MPI) and srun are recognised by their environment;
+    without any of them the world has one rank. A second call returns the same world until it is
+    closed. Inside a function that `local_world` runs, it is that rank's world.
+
+    Parameters
+    ----------
+    device : {"cpu"}
+        Where ranks compute.
+    backend : {"auto", "node"}
+        What connects them: the memory of one host.
+    timeout : float, seconds
+        How long a wait for other ranks may take (``FLATSHARD_TIMEOUT`` overrides).
+    report_after : float, seconds
+        When a wait is reported in the log (``FLATSHARD_REPORT_AFTER`` overrides).
+    threads : int, optional
+        Compute threads of this rank (default ``FLATSHARD_THREADS``, else its share of the
+        processors this process may use).
+
+    Raises
+    ------
+    WorldError
+        If ranks did not come in time, or the world of an earlier call is over and was not closed.
+    ConfigError
+        If the environment is incomplete or contradicts itself.
+    NotImplementedError
+        If the ranks are on several hosts, or for a device or backend that is not there yet.
+    """
+    world: World | None = getattr(_of_thread, "world", None) or _Process.world
+    if world is not None:
+        world._core.usable()
+        return world
+    if device != "cpu":
+        raise NotImplementedError(f"device={device!r} is not there yet: ranks compute on 'cpu'")
+    if backend not in ("auto", "node"):
+        raise NotImplementedError(f"backend={backend!r} is not there yet: use 'auto' or 'node'")
+    timeout = _seconds("FLATSHARD_TIMEOUT", _positive("timeout", timeout))
+    report_after = _seconds("FLATSHARD_REPORT_AFTER", _positive("report_after", report_after))
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads: expected 1 or more, got {threads}")
+
+    place = _start.find_place()
+    _log.set_rank(place.rank, thread_only=False)
+    job = _join(place, timeout)
+    try:
+        core = job.world(
+            rank=place.rank,
+            ranks=place.local_size,
+            timeout=timeout,
+            report_after=report_after,
+            threads=threads or 0,
+        )
+    except BaseException as error:
+        job.leave(place.rank, _reason(error))
+        job.close()
+        raise
+    if _Process.worlds == 0:
+        atexit.register(_at_exit)
+    _Process.worlds += 1
+    _Process.job = job
+    _Process.world = World(core, local_rank=place.local_rank, on_close=_forget)
+    _log.logger.info(
+        "rank %d of %d (%s), %d threads, %s",
+        place.rank, place.size, place.launcher, core.threads, core.device,
+    )  # fmt: skip
+    return _Process.world
+
+
+def _join(place: _start.Place, timeout: float) -> _core.Job:
+    if place.size == 1:
+        return _core.job_threads(1)
+    # What was handed down serves once; a later world of the same job finds its ranks by name.
+    files = place.files if place.files is not None and _Process.worlds == 0 else (-1, -1)
+    return _core.job_join(
+        rank=place.rank,
+        size=place.size,
+        name=f"{os.getuid()}/{place.name}/{_Process.worlds}",
+        folder=_start.socket_folder(),
+        data_fd=files[0],
+        lock_fd=files[1],
+        timeout=timeout,
+    )
+
+
+def _forget() -> None:
+    job, _Process.world, _Process.job = _Process.job, None, None
+    if job is not None:
+        job.close()
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _at_exit() -> None:
+    """Tells the others why this process ends, so that none waits for it."""
+    world, job = _Process.world, _Process.job
+    if world is None or job is None:
+        return
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is not None:
+        job.leave(world._core.job_rank, _reason(error))
+    with contextlib.suppress(RuntimeError):  # another thread is in a call: leaving has told it
+        world.close()
+
+
+# ---- ranks as threads ---------------------------------------------------------------------------
+
+#: How long threads get to end after an interrupt: those that wait end at once.
+END_S = 10.0
+
+
+class LocalWorld:
+    """Ranks as threads of this process. Made by :func:`local_world`."""
+
+    def __init__(self, size: int, *, timeout: float, threads: int | None) -> None:
+        self.size = size
+        self._timeout = timeout
+        self._threads = threads
+
+    def __repr__(self) -> str:
+        return f"<flatshard.LocalWorld of {self.size} ranks>"
+
+    def run(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Calls ``function(world, *args)`` on every rank, each in a thread of its own.
+
+        Parameters
+        ----------
+        function : callable
+            Its first argument is the rank's `World`.
+        *args
+            Passed to every rank as they are.
+
+        Returns
+        -------
+        list
+            The result of each rank, in rank order.
+
+        Raises
+        ------
+        Exception
+            What the first failing rank raised, with its traceback.
+        KeyboardInterrupt
+            On Ctrl-C: every rank's wait ends first.
+        """
+        job = _core.job_threads(self.size)
+        ranks = [_Rank(job, rank, self, function, args) for rank in range(self.size)]
+        try:
+            for rank in ranks:
+                rank.thread.start()
+            for rank in ranks:
+                while rank.thread.is_alive():
+                    rank.thread.join(0.5)  # signal handlers run between
+        except BaseException:
+            job.interrupt()
+            end = time.monotonic() + END_S
+            for rank in ranks:
+                if rank.thread.ident is not None:
+                    rank.thread.join(max(0.0, end - time.monotonic()))
+            raise
+        finally:
+            job.close()
+        failed = [rank for rank in ranks if rank.error is not None]
+        if failed:
+            first = min(failed, key=lambda rank: rank.failed_at)
+            error = first.error
+            assert error is not None
+            if sys.version_info >= (3, 11):
+                error.add_note(f"on rank {first.rank} of local_world({self.size})")
+            try:
+                raise error
+            finally:
+                del error, first, failed, ranks  # the traceback would keep itself alive
+        return [rank.result for rank in ranks]
+
+
+class _Rank:
+    """One rank of a LocalWorld.run: its thread, and what came of it."""
+
+    _failures = 0
+    _lock = threading.Lock()
+
+    def __init__(
+        self, job: _core.Job, rank: int, local: LocalWorld, function: Callable[..., Any], args: Any
+    ) -> None:
+        self.rank = rank
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.failed_at = 0
+        self.thread = threading.Thread(
+            target=self._main,
+            args=(job, local, function, args),
+            name=f"flatshard rank {rank}",
+            daemon=True,  # an interrupted rank that computes on does not keep the process
+        )
+
+    def _main(
+        self, job: _core.Job, local: LocalWorld, function: Callable[..., Any], args: Any
+    ) -> None:
+        reason = None
+        world = None
+        _log.set_rank(self.rank, thread_only=True)
+        try:
+            core = job.world(
+                rank=self.rank,
+                ranks=local.size,
+                timeout=local._timeout,
+                report_after=min(REPORT_AFTER_S, local._timeout / 2),
+                threads=local._threads or 0,
+            )
+            world = World(core, local_rank=self.rank, on_close=lambda: None)
+            _of_thread.world = world
+            self.result = function(world, *args)
+        except BaseException as error:
+            self.error = error
+            reason = _reason(error)
+            # Before the others can know: whoever fails because of us comes later.
+            with _Rank._lock:
+                _Rank._failures += 1
+                self.failed_at = _Rank._failures
+        finally:
+            job.leave(self.rank, reason)
+            _of_thread.world = None
+            if world is not None:
+                with contextlib.suppress(RuntimeError):
+                    world.close()
+
+
+def local_world(
+    n: int, *, timeout: float = LOCAL_TIMEOUT_S, threads: int | None = None
+) -> LocalWorld:
+    """A world of n ranks that are threads of this process: for notebooks and tests.
+
+    No ports, no processes, nothing to clean up. Python code of ranks takes turns (there is one
+    interpreter lock); the library's own work runs at the same time.
+
+    Parameters
+    ----------
+    n : int
+        Ranks.
+    timeout : float, seconds
+        How long a wait for other ranks may take.
+    threads : int, optional
+        Compute threads of each rank (default ``FLATSHARD_THREADS``, else its share).
+
+    Examples
+    --------
+    >>> import numpy as np, flatshard
+    >>> flatshard.local_world(2).run(lambda world: float(world.all_reduce(float(world.rank + 1))))
+    [3.0, 3.0]
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ValueError(f"n: expected 1 or more ranks, got {n!r}")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads: expected 1 or more, got {threads}")
+    return LocalWorld(n, timeout=_positive("timeout", timeout), threads=threads)

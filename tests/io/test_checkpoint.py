@@ -1,0 +1,311 @@
+"""Saving and loading: exact resume, any shape of job, user data, refusals before it starts."""
+
+import json
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+import small
+
+from flatshard import checkpoint
+from flatshard.errors import CheckpointError, WorldError
+from flatshard.optim import SGD, AdamW
+from flatshard.shard import shard
+from flatshard.world import local_world
+
+pytestmark = pytest.mark.timeout(120)
+
+CASES = [  # every value and every pair of stage, partition, gather, precision; worlds in turn
+    (1, 0, "flat", "view", "fp32"),
+    (2, 0, "per_parameter", "copy", "bf16"),
+    (3, 1, "flat", "copy", "bf16"),
+    (2, 1, "per_parameter", "view", "fp32"),
+    (4, 2, "flat", "view", "bf16"),
+    (3, 2, "per_parameter", "copy", "fp32"),
+    (5, 3, "flat", "view", "fp32"),
+    (2, 3, "flat", "copy", "bf16-pure"),
+    (3, 3, "per_parameter", "view", "bf16"),
+    (4, 3, "per_parameter", "copy", "fp32"),
+    (2, 0, "flat", "view", "bf16-pure"),
+    (8, 3, "flat", "view", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("size", "stage", "partition", "gather", "precision"), CASES)
+def test_resume_is_exact(tmp_path, size, stage, partition, gather, precision) -> None:
+    """Three steps, a save, three more: a fresh job from the save ends with the same bits."""
+    how = {"stage": stage, "partition": partition, "gather": gather, "precision": precision}
+
+    def uninterrupted(world):
+        shards = small.build(world, **how)
+        opt = small.optimizer(shards)
+        for number in range(3):
+            small.step(shards, opt, number)
+        user = {"rank": world.rank, "position": [1, 2.5, None, "é"]}
+        saving = checkpoint.save(tmp_path, shards, opt, step=3, user=user).wait()
+        assert os.path.basename(saving.folder) == "step-000003"
+        at_save = small.hashes(shards)
+        for number in range(3, 6):
+            small.step(shards, opt, number)
+        return at_save, small.hashes(shards), opt.state()
+
+    def resumed(world):
+        shards = small.build(world, **how, seed=9)
+        opt = small.optimizer(shards)
+        loaded = checkpoint.load(tmp_path, shards, opt)
+        assert (loaded.step, loaded.skipped) == (3, ())
+        assert loaded.user == {"rank": world.rank, "position": [1, 2.5, None, "é"]}
+        at_save = small.hashes(shards)
+        for number in range(3, 6):
+            small.step(shards, opt, number)
+        return at_save, small.hashes(shards), opt.state()
+
+    first, second = local_world(size).run(uninterrupted), local_world(size).run(resumed)
+    assert first == second
+    assert len({str(each[:2]) for each in first}) == 1
+    assert first[0][2]["steps"]["norm.weight"] == 3 and first[0][2]["steps"]["layers.1.scale"] == 6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_any_shape_loads_what_any_other_saved(tmp_path, precision) -> None:
+    def save(world):
+        shards = small.build(world, stage=3, precision=precision)
+        opt = small.optimizer(shards)
+        small.step(shards, opt, 1)
+        checkpoint.save(tmp_path, shards, opt, step=1, user="same on every rank")
+        return small.hashes(shards)
+
+    expected = local_world(4).run(save)[0]
+
+    for size, stage, partition, gather in [
+        (1, 3, "flat", "view"),
+        (2, 0, "per_parameter", "copy"),
+        (3, 1, "flat", "copy"),
+        (5, 2, "per_parameter", "view"),
+        (8, 3, "per_parameter", "copy"),
+    ]:
+
+        def load(world, stage=stage, partition=partition, gather=gather):
+            shards = small.build(
+                world, stage=stage, partition=partition, gather=gather, precision=precision, seed=5
+            )
+            opt = small.optimizer(shards)
+            assert checkpoint.load(tmp_path, shards, opt).user == "same on every rank"
+            # What is computed with, too: the rounded master, on every rank.
+            for name in small.SHAPES:
+                weight, master = shards.full(name), shards.full(name, "master")
+                assert weight.tobytes() == master.astype(weight.dtype).tobytes()
+            return small.hashes(shards)
+
+        assert set(local_world(size).run(load)) == {expected}, (size, stage, partition, gather)
+
+
+def test_user_data_of_each_rank_needs_the_same_ranks(tmp_path) -> None:
+    def save(world):
+        checkpoint.save(tmp_path, small.build(world), step=0, user=world.rank)
+
+    local_world(2).run(save)
+
+    def load(world):
+        shards = small.build(world, seed=3)
+        before = small.hashes(shards)
+        with pytest.raises(CheckpointError, match="2 ranks saved user data of its own"):
+            checkpoint.load(tmp_path, shards)
+        assert small.hashes(shards) == before
+        assert checkpoint.load(tmp_path, shards, weights_only=True).user is None
+
+    local_world(3).run(load)
+
+
+def test_latest_is_the_highest_serial_also_after_a_rollback(tmp_path) -> None:
+    def body(world):
+        shards = small.build(world)
+        opt = small.optimizer(shards)
+        for number in range(1, 4):
+            small.step(shards, opt, number)
+            checkpoint.save(tmp_path, shards, opt, step=number)
+        assert checkpoint.load(tmp_path, shards, opt, step=2).step == 2
+        at_two = small.hashes(shards)
+        checkpoint.save(tmp_path, shards, opt, step=2)  # a second folder of step 2
+        small.step(shards, opt, 7)
+        assert checkpoint.load(tmp_path, shards, opt).step == 2
+        assert small.hashes(shards) == at_two
+        with pytest.raises(CheckpointError, match="no checkpoint of step 9; there are: 2, 3, 2, 1"):
+            checkpoint.load(tmp_path, shards, opt, step=9)
+
+    local_world(2).run(body)
+    assert sorted(os.listdir(tmp_path)) == [
+        "step-000001", "step-000002", "step-000002-2", "step-000003",
+    ]  # fmt: skip
+    assert checkpoint.steps(tmp_path) == [2, 3, 2, 1]
+
+
+def test_keep_removes_the_oldest_after_the_new_one_is_there(tmp_path) -> None:
+    def body(world):
+        shards = small.build(world)
+        for number in range(5):
+            checkpoint.save(tmp_path, shards, step=number, keep=2)
+
+    local_world(2).run(body)
+    assert sorted(os.listdir(tmp_path)) == ["step-000003", "step-000004"]
+
+
+def test_what_stands_in_files_and_index(tmp_path) -> None:
+    """Masters are written, compute copies are not; ties once; frozen weights without state."""
+
+    def body(world):
+        shards = small.build(world, precision="bf16")
+        opt = small.optimizer(shards)
+        small.step(shards, opt, 1)
+        checkpoint.save(tmp_path, shards, opt, step=1)
+        memory = world.memory()["checkpoint"]
+        assert memory[0] == memory[1] == 0, "buffers are given back"
+        assert 0 < memory[2] <= 8 << 20, "and were charged"
+
+    local_world(2).run(body)
+    index = json.loads((tmp_path / "step-000001" / "index.json").read_text())
+    assert (index["format"], index["step"], index["serial"], index["world_size"]) == (1, 1, 1, 2)
+    assert index["partition"] == "flat" and index["stage"] == 3
+    parameters = {p["name"]: p for p in index["parameters"]}
+    assert parameters["embed.weight"]["tied_name"] == "head.weight"
+    assert parameters["embed.weight"]["dtype"] == "float32"
+    assert parameters["layers.0.frozen"]["dtype"] == "bfloat16"
+    nbytes = sum(file["nbytes"] for file in index["files"])
+    trained = sum(int(np.prod(s)) for n, s in small.SHAPES.items() if n not in small.FROZEN)
+    assert trained * 12 + 15 * 2 < nbytes < trained * 12 + 15 * 2 + 2 * 4096
+
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "step-000001" / index["files"][0]["name"], "np") as file:
+        assert file.metadata() == {"format": "flatshard 1", "rank": "0", "world_size": "2"}
+        states = {name.split(":")[1] for name in file.keys()}  # noqa: SIM118
+    assert states == {"weight", "moment1", "moment2"}
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_nothing_there(tmp_path) -> None:
+    def body(world):
+        shards = small.build(world)
+        with pytest.raises(CheckpointError, match="no such folder"):
+            checkpoint.load(tmp_path / "none", shards)
+        with pytest.raises(CheckpointError, match="nothing was committed there"):
+            checkpoint.load(tmp_path, shards)
+
+    (tmp_path / "step-000007").mkdir()  # a folder without an index was never committed
+    local_world(2).run(body)
+
+
+def test_a_checkpoint_of_another_model(tmp_path) -> None:
+    def save(world):
+        checkpoint.save(tmp_path, small.build(world), step=1)
+
+    local_world(2).run(save)
+
+    def load(world):
+        params = small.values()
+        del params["layers.1.scale"], params["head.weight"]
+        params["layers.2.scale"] = np.zeros((), np.float32)
+        shards = shard(params, world)
+        before = shards.full("norm.weight")
+        with pytest.raises(
+            CheckpointError, match=r"it lacks layers.2.scale; it has besides layers.1.scale"
+        ):
+            checkpoint.load(tmp_path, shards)
+        assert (shards.full("norm.weight") == before).all()
+        loaded = checkpoint.load(tmp_path, shards, strict=False, cast=True)
+        assert loaded.missing == ("layers.2.scale",)
+        assert loaded.unexpected == ("layers.1.scale",)
+        assert (shards.full("norm.weight") == small.values()["norm.weight"]).all()
+        params["norm.weight"] = np.zeros((1, 2), np.float32)
+        with pytest.raises(CheckpointError, match=r"norm.weight is \[2\] there and \[1, 2\] here"):
+            checkpoint.load(tmp_path, shard(params, world), strict=False)
+
+    local_world(2).run(load)
+
+
+def test_dtypes_must_be_equal_unless_cast(tmp_path) -> None:
+    def save(world):
+        shards = small.build(world, precision="bf16-pure")
+        opt = small.optimizer(shards)
+        small.step(shards, opt, 1)
+        checkpoint.save(tmp_path, shards, opt, step=1)
+        return {name: shards.full(name, "exp_avg") for name in small.SHAPES if "frozen" not in name}
+
+    moments = local_world(2).run(save)[0]
+
+    def load(world):
+        shards = small.build(world, precision="fp32")
+        opt = small.optimizer(shards)
+        with pytest.raises(CheckpointError, match="is bfloat16 there and float32 here"):
+            checkpoint.load(tmp_path, shards, opt)
+        checkpoint.load(tmp_path, shards, opt, cast=True)
+        for name, moment in moments.items():
+            assert moment.dtype == ml_dtypes.bfloat16
+            assert (shards.full(name, "exp_avg") == moment.astype(np.float32)).all()
+
+    local_world(3).run(load)
+
+
+def test_optimizers_must_agree(tmp_path) -> None:
+    def save(world):
+        shards = small.build(world)
+        checkpoint.save(tmp_path / "bare", shards, step=1)
+        checkpoint.save(tmp_path / "adamw", shards, AdamW(shards, lr=0.1), step=1)
+
+    local_world(2).run(save)
+
+    def load(world):
+        shards = small.build(world)
+        sgd = SGD(shards, lr=0.1, momentum=0.9)
+        with pytest.raises(CheckpointError, match="without an optimizer"):
+            checkpoint.load(tmp_path / "bare", shards, sgd)
+        with pytest.raises(ValueError, match="rule AdamW, this one SGD"):
+            checkpoint.load(tmp_path / "adamw", shards, sgd)
+        checkpoint.load(tmp_path / "adamw", shards, sgd, weights_only=True)
+        checkpoint.load(tmp_path / "adamw", shards)
+
+    local_world(2).run(load)
+
+
+def test_bad_arguments_raise_on_every_rank(tmp_path) -> None:
+    def body(world):
+        shards = small.build(world)
+        with pytest.raises(TypeError, match=r"(rank 1: )?user: cannot be saved as JSON"):
+            checkpoint.save(tmp_path, shards, step=1, user=object() if world.rank == 1 else None)
+        with pytest.raises(ValueError, match="Out of range float values"):
+            checkpoint.save(tmp_path, shards, step=1, user=float("nan"))
+        with pytest.raises(ValueError, match="ranks are at different steps: 0, 1"):
+            checkpoint.save(tmp_path, shards, step=world.rank)
+        with pytest.raises(ValueError, match="step=-1"):
+            checkpoint.save(tmp_path, shards, step=-1)
+        with pytest.raises(ValueError, match="keep=0"):
+            checkpoint.save(tmp_path, shards, step=1, keep=0)
+        with pytest.raises(NotImplementedError, match="background=True"):
+            checkpoint.save(tmp_path, shards, step=1, background=True)
+        with pytest.raises(NotImplementedError, match=r"checkpoint\.export"):
+            checkpoint.save(tmp_path, shards, step=1, kind="full")
+        with pytest.raises(TypeError, match="expected Shards"):
+            checkpoint.save(tmp_path, {}, step=1)
+
+    local_world(2).run(body)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_rank_that_ends_ends_the_save_of_the_others(tmp_path) -> None:
+    """No half checkpoint stays, and nobody waits."""
+
+    def body(world):
+        shards = small.build(world)
+        if world.rank == 1:
+            raise RuntimeError("this rank gives up")
+        with pytest.raises(WorldError):
+            checkpoint.save(tmp_path, shards, step=1)
+        raise RuntimeError("as expected")
+
+    with pytest.raises(RuntimeError):
+        local_world(2).run(body)
+    assert not [name for name in os.listdir(tmp_path) if not name.startswith(".")]
+    assert os.listdir(tmp_path) == []
