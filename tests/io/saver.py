@@ -1,0 +1,51 @@
+"""A job that saves until it is killed. Run by test_crash.py: ``saver.py FOLDER SIZE ROWS [WAIT]``.
+
+SIZE 0: ranks are processes, as the environment says; else that many threads. WAIT: the process
+kills itself in the so-manieth wait after its first save.
+"""
+
+import pathlib
+import sys
+
+import numpy as np
+
+import flatshard as fs
+from flatshard import _core, checkpoint
+
+
+def run(world: fs.World, folder: pathlib.Path, rows: int, wait: int) -> None:
+    shards = fs.shard({"a.weight": np.zeros((rows, 64), np.float32)}, world)
+    opt = fs.SGD(shards, lr=1.0, momentum=0.5)
+    for step in range(1, 1000):
+        value = np.full((rows, 64), step, np.float32)
+        shards.set_full("a.weight", value)
+        shards.set_full("a.weight", value / 2, "momentum_buffer")
+        if step == 2 and wait > 0 and world.rank == world.size - 1:
+            _core.wait_fault_at(wait, 1)
+        try:
+            checkpoint.save(folder, shards, opt, step=step, user=step, keep=2)
+        except Exception as error:
+            print(f"{type(error).__name__} {getattr(error, 'errno', None)}: {error}", flush=True)
+            raise
+        if world.rank == 0:
+            print(f"saved {step}", flush=True)
+        if wait > 0 and step == 2 and world.rank == world.size - 1:
+            waits = _core.wait_fault_at(0, 0)
+            print(f"clean {waits}", flush=True)
+        if wait > 0 and step == 3:
+            return
+
+
+def main() -> None:
+    folder, size, rows = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    wait = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+    print("ready", flush=True)
+    if size == 0:
+        with fs.init(timeout=60.0) as world:
+            run(world, folder, rows, wait)
+    else:
+        fs.local_world(size).run(run, folder, rows, wait)
+
+
+if __name__ == "__main__":
+    main()
