@@ -41,6 +41,8 @@ const char *fs_status_message(void);
 /* errno of the calling thread's last FS_ESYS failure. */
 int fs_status_errno(void);
 
+#define FS_NODISCARD __attribute__((warn_unused_result))
+
 /* A failure taken off its thread, to be told later or on another rank. Plain bytes. */
 typedef struct fs_kept {
     int status;      /* fs_status */

@@ -9,7 +9,7 @@ fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy
     int partition, keep, slot_per_unit, weights, pool_units, master;
     PyObject *param, *reduce, *accumulate, *moments;
     if (!PyTuple_Check(policy_tuple)) {
-        PyErr_SetString(PyExc_TypeError, "policy: expected a tuple");
+        PyErr_Format(PyExc_TypeError, "policy: expected a tuple");
         return -1;
     }
     if (!PyArg_ParseTuple(policy_tuple, "iipiiOOOpO:policy", &partition, &keep, &slot_per_unit, &weights,
@@ -45,7 +45,7 @@ take_param(PyObject *item, fs_param_def *def)
     PyObject *shape;
     int trainable;
     if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "params: expected tuples");
+        PyErr_Format(PyExc_TypeError, "params: expected tuples");
         return -1;
     }
     if (!PyArg_ParseTuple(item, "szO!ipi:param", &def->name, &def->tied_name, &PyTuple_Type, &shape, &def->unit,
@@ -85,7 +85,7 @@ fs_py_layout_take(PyObject *params, PyObject *units, PyObject *policy_tuple, int
     Py_ssize_t params_n = PySequence_Fast_GET_SIZE(params_fast);
     Py_ssize_t units_n = PySequence_Fast_GET_SIZE(units_fast);
     if (params_n > INT32_MAX || units_n > INT32_MAX) {
-        PyErr_SetString(PyExc_OverflowError, "too many parameters");
+        PyErr_Format(PyExc_OverflowError, "too many parameters");
         goto done;
     }
     param_defs = PyMem_Calloc((size_t)params_n + 1, sizeof *param_defs);
@@ -104,7 +104,7 @@ fs_py_layout_take(PyObject *params, PyObject *units, PyObject *policy_tuple, int
         if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "sii:unit", &unit_defs[u].name,
                                                       &unit_defs[u].opens, &unit_defs[u].publishes)) {
             if (!PyErr_Occurred()) {
-                PyErr_SetString(PyExc_TypeError, "units: expected tuples");
+                PyErr_Format(PyExc_TypeError, "units: expected tuples");
             }
             goto done;
         }

@@ -32,11 +32,11 @@ enter(PyObject *self)
     }
     py_shards *object = (py_shards *)self;
     if (object->shards == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "these shards are closed");
+        PyErr_Format(PyExc_RuntimeError, "these shards are closed");
         return NULL;
     }
     if (object->busy) {
-        PyErr_SetString(PyExc_RuntimeError, "these shards are in use by another Python thread");
+        PyErr_Format(PyExc_RuntimeError, "these shards are in use by another Python thread");
         return NULL;
     }
     object->busy = true;
@@ -565,7 +565,7 @@ shards_close(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
     py_shards *object = (py_shards *)self;
     if (object->busy) {
-        PyErr_SetString(PyExc_RuntimeError, "these shards are in use by another Python thread");
+        PyErr_Format(PyExc_RuntimeError, "these shards are in use by another Python thread");
         return NULL;
     }
     if (object->shards == NULL) {

@@ -109,7 +109,8 @@ typedef struct fs_layout {
 } fs_layout;
 
 /* slot_per_unit: one gradient slot per unit, else two in turn and one for each unit whose slot is
- * open over others (a tie). Parameters are listed unit by unit. Names must be unique (ties included). Fails before allocating anything large. */
+ * open over others (a tie). Parameters are listed unit by unit. Names must be
+ * unique (ties included). Fails before allocating anything large. */
 FS_NODISCARD fs_status
 fs_layout_make(const fs_param_def *params, int params_n, const fs_unit_def *units, int units_n, int size,
                fs_partition partition, bool slot_per_unit, fs_layout **out);

@@ -1,7 +1,6 @@
 /* Opening, planning and closing shards: every byte is placed here, by functions that only bump arenas. */
 #include "shards_internal.h"
 
-#include <stdio.h>
 #include <unistd.h>
 
 #include "../base/checked.h"
@@ -325,11 +324,11 @@ static fs_status
 agree_on(fs_world *world, const fs_what *what, fs_status mine, fs_payload *records)
 {
     fs_payload payload = {.u = {(uint64_t)mine}};
-    char why[FS_MESSAGE_NBYTES];
-    (void)snprintf(why, sizeof why, "%s", fs_status_message());
+    fs_kept kept;
+    fs_status_keep(mine, &kept);
     fs_status met = fs_meet(world, what, &payload, records, 0);
     if (mine != FS_OK) {
-        return FS_FAIL(mine, "%s", why);
+        return fs_status_tell(&kept, "");
     }
     FS_TRY(met);
     for (int r = 0; r < fs_world_size(world); r++) {

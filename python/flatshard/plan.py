@@ -101,7 +101,7 @@ def plan(
     source: Any,
     *,
     world_size: int,
-    sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
+    sharding: Sharding = Sharding(),
     precision: Precision = "fp32",
     optimizer: str = "adamw",
     batch: tuple[int, int] | None = None,

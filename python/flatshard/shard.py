@@ -544,7 +544,7 @@ def shard(
     params: Mapping[str, Array],
     world: World,
     *,
-    sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
+    sharding: Sharding = Sharding(),
     precision: Precision = "fp32",
     unit_of: Callable[[str], str] | None = None,
     frozen: Iterable[str] = (),
