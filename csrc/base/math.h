@@ -172,9 +172,11 @@ fs_exp_f32(float x)
     q = q * r + 0.1666652f;
     q = q * r + 0.49999994f;
     float p = (q * (r * r) + r) + 1.0f;
-    /* 2^(n-1), then twice: n may be 128. */
-    uint32_t exponent = fs_bits_of_f32(shifted) - 0x4b400000u + 126u;
-    float y = p * fs_f32_of_bits(exponent << 23) * 2.0f;
+    /* 2^n as two factors: n may be 128 or -126, and each factor must be a normal number. */
+    int32_t whole = (int32_t)(fs_bits_of_f32(shifted) - 0x4b400000u);
+    uint32_t half = (uint32_t)(whole >> 1);
+    uint32_t rest = (uint32_t)whole - half;
+    float y = p * fs_f32_of_bits((half + 127u) << 23) * fs_f32_of_bits((rest + 127u) << 23);
     y = x < -87.33f ? 0.0f : y;
     return x > 88.722839f ? fs_f32_of_bits(0x7f800000u) : y;
 }

@@ -389,7 +389,7 @@ kernels_update(PyObject *object, PyObject *args, PyObject *kwargs)
     fs_update u = {.grad_scale = 1.0f};
     fs_hyper *h = &u.hyper;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "sO|$OOOOOfffffffffpp:update", names, &rule_name, &objects[UPDATE_GRAD],
+            args, kwargs, "sO|$OOOOOffffffffffpp:update", names, &rule_name, &objects[UPDATE_GRAD],
             &objects[UPDATE_WEIGHT], &objects[UPDATE_MASTER], &objects[UPDATE_READ],
             &objects[UPDATE_M1], &objects[UPDATE_M2], &u.grad_scale, &h->lr, &h->decay, &h->beta1,
             &h->beta2, &h->one_minus_beta1, &h->one_minus_beta2, &h->eps, &h->step_size,
@@ -472,7 +472,7 @@ kernels_gemm(PyObject *object, PyObject *args, PyObject *kwargs)
     if (st == FS_OK) {
         size_t m = x[0].dims[0], n = x[0].dims[1], k = x[1].dims[trans_a ? 0 : 1];
         fs_gemm g = {.trans_a = trans_a != 0, .trans_b = trans_b != 0, .m = m, .n = n, .k = k,
-                     .a = x[1].data, .lda = x[1].dims[1], .b = x[2].data, .ldb = x[2].dims_n == 2 ? x[2].dims[1] : 0,
+                     .a = x[1].data, .lda = x[1].dims[1], .b = x[2].data, .ldb = trans_b ? k : n,
                      .beta = add ? 1.0f : 0.0f, .c = x[0].data, .ldc = n};
         st = matrix_check(&x[1], "a", trans_a ? k : m, trans_a ? m : k);
         if (st == FS_OK) {
