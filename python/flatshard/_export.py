@@ -16,9 +16,10 @@ from ._together import on_first
 from .errors import CheckpointError
 
 if TYPE_CHECKING:
-    from .shard import Shards
+    from .shard import Parameter, Shards
+    from .world import World
 
-__all__ = ["WeightsRead", "export", "read_weights"]
+__all__ = ["WeightsRead", "check_weights", "export", "read_weights"]
 
 _FLOATS = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _SHORT = {"F32": "float32", "F64": "float64", "BF16": "bfloat16", "F16": "float16"}
@@ -92,11 +93,44 @@ def read_weights(
     """
     path = os.path.abspath(os.fspath(directory))
     to_name = rename or (lambda name: name)
-    plan = on_first(shards.world, lambda: _plan_read(shards, path, strict, to_name, tuple(ignore)))
+    plan = on_first(
+        shards.world, lambda: _plan_read(shards.parameters, path, strict, to_name, tuple(ignore))
+    )
     catalog = _catalog_from(plan["catalog"])
     skip = bytes(plan["skip"]) if any(plan["skip"]) else None
     _core.catalog_read(shards._core, catalog.core, tuple(plan["names"]), skip, 0)
     return WeightsRead(tuple(plan["missing"]), tuple(plan["unexpected"]), tuple(plan["dtypes"]))
+
+
+def check_weights(
+    world: World,
+    parameters: Sequence[Parameter],
+    directory: str | os.PathLike[str],
+    *,
+    ignore: Iterable[str] = ("*.rotary_emb.inv_freq",),
+) -> None:
+    """Look whether :func:`read_weights` will find these parameters, before there are shards.
+    Collective.
+
+    Parameters
+    ----------
+    world : World
+        The ranks; the first one looks.
+    parameters : sequence of Parameter
+        What must be there, with these shapes.
+    directory, ignore
+        As for :func:`read_weights`.
+
+    Raises
+    ------
+    CheckpointError
+        As :func:`read_weights` with ``strict``.
+    """
+    path = os.path.abspath(os.fspath(directory))
+    on_first(
+        world,
+        lambda: _plan_read(parameters, path, True, lambda name: name, tuple(ignore))["missing"],
+    )
 
 
 def _open_folder(path: str) -> tuple[Catalog, str | None]:
@@ -154,7 +188,7 @@ def _whole_tensors(catalog: Catalog) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _plan_read(
-    shards: Shards,
+    parameters: Sequence[Parameter],
     path: str,
     strict: bool,
     rename: Callable[[str], str],
@@ -164,7 +198,7 @@ def _plan_read(
     there = _whole_tensors(catalog)
     names, skip, missing, shapes, dtypes = [], [], [], [], set()
     known: set[str] = set()
-    for p in shards.parameters:
+    for p in parameters:
         aliases = [rename(name) for name in p.names]
         known.update(aliases)
         name = next((alias for alias in aliases if alias in there), None)

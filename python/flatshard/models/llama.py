@@ -526,7 +526,7 @@ def _draw(
 ) -> npt.NDArray[np.int32]:
     """A token for each row of scores."""
     if temperature == 0.0:
-        return scores.argmax(axis=-1).astype(np.int32)
+        return np.argmax(scores, axis=-1).astype(np.int32)
     z = scores.astype(np.float64) / temperature
     z -= z.max(axis=-1, keepdims=True)
     total = np.exp(z).cumsum(axis=-1)
