@@ -25,6 +25,8 @@ __all__ = [
     "StepReport",
     "draw_loss",
     "known_words",
+    "plain",
+    "reason",
     "write_result",
 ]
 
@@ -225,7 +227,7 @@ class Metrics:
 
     def write(self, **values: Any) -> None:
         """Appends one object; numbers that are not finite become null."""
-        self._file.write(json.dumps(_plain(values), allow_nan=False) + "\n")
+        self._file.write(json.dumps(plain(values), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -250,14 +252,14 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Values as JSON has them: no NaN, no infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
@@ -288,11 +290,16 @@ def write_result(
     Without ``replace`` a result that is there stays: of ranks that fail, the first one to fail
     knows the cause.
     """
-    content = {key: _plain(values.get(key)) for key in RESULT_KEYS}
+    content = {key: plain(values.get(key)) for key in RESULT_KEYS}
     if values.get("error") is not None:
         content["error"] = str(values["error"])
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     write_file(Path(file), text.encode(), replace=replace)
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one sentence, its kind first."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def draw_loss(metrics: Path, picture: Path) -> str | None:

@@ -1,0 +1,364 @@
+"""Small runs from end to end: threads and processes, stops, resumes, results, failures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flatshard
+from flatshard.cli.__main__ import main
+from flatshard.errors import ConfigError
+from flatshard.models.report import RESULT_KEYS, StepReport
+from flatshard.models.stop import StopRequest
+from flatshard.models.train import TrainConfig, TrainResult, train
+
+DEADLINE = 120.0  # seconds any of these may take; each needs a few
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 kB of words that repeat, so that a few steps already learn something."""
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
+    pick = np.random.default_rng(3).integers(0, len(words), 3_500)
+    file = tmp_path_factory.mktemp("corpus") / "words.txt"
+    file.write_text(" ".join(words[i] for i in pick))
+    return file
+
+
+def config_of(corpus: Path, out: Path, **changes: Any) -> TrainConfig:
+    base = TrainConfig(
+        model="tiny", data=str(corpus), out=str(out), batch=2, length=32, steps=8, lr=3e-3,
+        warmup=2, precision="bf16", save_every=0, eval_every=4, eval_sequences=5,
+        sample_tokens=12, prompt="alpha ",
+    )  # fmt: skip
+    return dataclasses.replace(base, **changes)
+
+
+def run_threads(config: TrainConfig, ranks: int, **callbacks: Any) -> list[TrainResult]:
+    with StopRequest(config.save_on) as stop:
+        return flatshard.local_world(ranks, threads=config.threads).run(
+            lambda world: train(config, world=world, stop=stop, **callbacks)
+        )
+
+
+@pytest.fixture(scope="module")
+def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """A run of two ranks that nothing stopped."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    return run_threads(config_of(corpus, out), 2)[0]
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+# What a run leaves ------------------------------------------------------------------------------
+
+
+def test_a_run_learns_and_leaves_its_files(straight: TrainResult) -> None:
+    assert straight.interrupted is None and straight.steps == 8
+    assert straight.checkpoint is not None and straight.model is not None
+    out = straight.checkpoint.parent
+    assert straight.checkpoint.name == "step-000008"
+    assert {file.name for file in straight.model.iterdir()} >= {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    lines = metrics(out)
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert [line["step"] for line in evaluations] == [0, 4, 8]
+    assert {field.name for field in dataclasses.fields(StepReport)} == set(steps[0])
+    assert [line["tokens"] for line in steps] == [128 * step for step in range(1, 9)]
+    assert evaluations[0]["eval_loss"] == pytest.approx(np.log(512), abs=0.3)  # knows nothing yet
+    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"] - 0.5
+    assert straight.eval_loss == evaluations[-1]["eval_loss"]
+    assert (straight.loss_first, straight.loss_last) == (steps[0]["loss"], steps[-1]["loss"])
+    assert steps[1]["lr"] == pytest.approx(3e-3)
+    assert steps[-1]["lr"] < steps[2]["lr"]
+    assert all(line["applied"] and line["grad_norm"] > 0 and line["mfu"] > 0 for line in steps)
+    assert straight.sample is not None and straight.sample.startswith("alpha ")
+    assert (out / "sample.txt").read_text() == straight.sample
+    assert len(straight.weights_sha256) == 64
+    assert straight.memory["master"]["host"] >= 4 * straight.params
+    assert straight.memory["moments"]["rank"] < straight.memory["moments"]["host"]
+
+
+def test_threads_and_stages_change_no_bit(
+    corpus: Path, tmp_path: Path, straight: TrainResult
+) -> None:
+    for name, changes in {
+        "threads": {"threads": 2},
+        "stage 0": {"stage": 0},
+        "copy": {"gather": "copy"},
+        "checkpointing": {"activation_checkpointing": True},
+    }.items():
+        result = run_threads(config_of(corpus, tmp_path / name, **changes), 2)
+        assert {one.weights_sha256 for one in result} == {straight.weights_sha256}, name
+
+
+def test_what_is_told_to_callbacks(corpus: Path, tmp_path: Path) -> None:
+    told: list[tuple[Any, ...]] = []
+    train(
+        config_of(corpus, tmp_path / "run", steps=4, save_every=2, eval_every=2, sample_tokens=0),
+        on_step=lambda report: told.append(("step", report.step)),
+        on_eval=lambda step, loss: told.append(("eval", step)),
+        on_save=lambda step, folder: told.append(("save", step, folder.name)),
+    )
+    assert told == [
+        ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("save", 2, "step-000002"),
+        ("step", 3), ("step", 4), ("eval", 4), ("save", 4, "step-000004"),
+    ]  # fmt: skip
+
+
+def test_accumulation_counts_tokens(corpus: Path, tmp_path: Path) -> None:
+    """Two micro-batches of two sequences are one of four: the same batches, the same mean."""
+    once = train(config_of(corpus, tmp_path / "a", precision="fp32", batch=4, sample_tokens=0))
+    twice = train(
+        config_of(corpus, tmp_path / "b", precision="fp32", batch=2, accumulate=2, sample_tokens=0)
+    )
+    assert twice.loss_first == pytest.approx(once.loss_first, rel=1e-6)
+    assert twice.loss_last == pytest.approx(once.loss_last, rel=1e-4)
+
+
+# Stop and resume --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stopped_and_resumed_is_never_stopped(
+    corpus: Path, tmp_path: Path, straight: TrainResult, ranks: int
+) -> None:
+    once = threading.Lock()  # every rank is told of its step; one of them presses Ctrl-C
+
+    def interrupt(report: StepReport) -> None:
+        if report.step == 3 and once.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    config = config_of(corpus, tmp_path / "run", save_every=2)
+    if ranks == 1:
+        whole = train(config_of(corpus, tmp_path / "whole"))
+        stopped = train(config, on_step=interrupt)
+    else:
+        whole = straight
+        stopped = run_threads(config, ranks, on_step=interrupt)[0]
+    assert stopped.interrupted == "SIGINT"
+    assert 3 <= stopped.steps < 8 and stopped.model is None
+    assert stopped.checkpoint is not None
+    assert stopped.checkpoint.name == f"step-{stopped.steps:06}"
+    again = dataclasses.replace(config, resume=True)
+    ended = train(again) if ranks == 1 else run_threads(again, ranks)[0]
+    assert ended.weights_sha256 == whole.weights_sha256
+    assert (ended.loss_first, ended.loss_last) == (whole.loss_first, whole.loss_last)
+    assert ended.eval_loss == whole.eval_loss
+    steps = [line["step"] for line in metrics(tmp_path / "run") if "loss" in line]
+    assert steps == list(range(1, 9))
+
+
+def test_reschedule_goes_further(corpus: Path, tmp_path: Path) -> None:
+    config = config_of(corpus, tmp_path / "run", steps=4, sample_tokens=0)
+    train(config)
+    with pytest.raises(ConfigError, match="say --reschedule"):
+        train(dataclasses.replace(config, steps=6, resume=True))
+    result = train(dataclasses.replace(config, steps=6, resume=True, reschedule=True))
+    assert result.steps == 6
+
+
+def test_another_run_is_refused(corpus: Path, tmp_path: Path) -> None:
+    config = config_of(corpus, tmp_path / "run", steps=2, sample_tokens=0)
+    train(config)
+    with pytest.raises(ConfigError, match="holds another run"):
+        train(config)
+
+
+# The command ------------------------------------------------------------------------------------
+
+
+def words_of(config: TrainConfig, *more: str) -> list[str]:
+    return [
+        "train", config.model, "--data", config.data, "--out", config.out, "--batch", "2",
+        "--length", "32", "--steps", str(config.steps), "--lr", "3e-3", "--warmup", "2",
+        "--precision", "bf16", "--save-every", "0", "--eval-every", "4", "--eval-sequences", "5",
+        "--sample-tokens", "12", "--prompt", "alpha ", *more,
+    ]  # fmt: skip
+
+
+class Command:
+    """``flatshard ...`` as a process of its own session, ended with the test."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flatshard.cli", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate(timeout=DEADLINE)
+
+    def until(self, text: str) -> None:
+        """Reads lines up to one that holds text."""
+        assert self.process.stdout is not None
+        end = time.monotonic() + DEADLINE
+        while time.monotonic() < end:
+            line = self.process.stdout.readline()
+            self.lines.append(line)
+            if text in line:
+                return
+            assert line, "".join(self.lines)
+        raise AssertionError("".join(self.lines))
+
+    def end(self) -> int:
+        """Waits; the exit status."""
+        out, _ = self.process.communicate(timeout=DEADLINE)
+        self.lines.append(out)
+        return self.process.returncode
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+
+def test_processes_train_the_same_bits(corpus: Path, tmp_path: Path, straight: TrainResult) -> None:
+    file = tmp_path / "result.json"
+    config = config_of(corpus, tmp_path / "run")
+    with Command(words_of(config, "-n", "2", "--json", str(file))) as command:
+        assert command.end() == 0, command.output
+    result = json.loads(file.read_text())
+    assert tuple(result) == RESULT_KEYS
+    assert result["weights_sha256"] == straight.weights_sha256
+    assert result["eval_loss"] == straight.eval_loss
+    assert (result["world_size"], result["stage"], result["steps"]) == (2, 3, 8)
+    assert result["params"] == straight.params
+    assert all(set(sizes) == {"rank", "host"} for sizes in result["memory"].values())
+    assert result["tokens_per_second"] > 0 and result["step_ms"] > 0 and result["mfu"] > 0
+    for text in ("MFU is 6 x", "held-out loss", "words ", "group   no_decay"):
+        assert text in command.output
+
+
+@pytest.mark.parametrize("everyone", [True, False], ids=["terminal", "kill"])
+def test_ctrl_c_saves_and_resume_goes_on(
+    corpus: Path, tmp_path: Path, straight: TrainResult, everyone: bool
+) -> None:
+    """A terminal sends Ctrl-C to the launcher and to every rank, kill to the launcher alone."""
+    file = tmp_path / "result.json"
+    config = config_of(corpus, tmp_path / "run")
+    long = dataclasses.replace(config, steps=4000)
+    with Command(words_of(long, "-n", "2", "--json", str(file))) as command:
+        command.until("step     1/4000")
+        if everyone:
+            os.killpg(command.process.pid, signal.SIGINT)
+        else:
+            command.process.send_signal(signal.SIGINT)
+        assert command.end() == 130, command.output
+    stopped = json.loads(file.read_text())
+    assert stopped["error"] == f"stopped by SIGINT after step {stopped['steps']}"
+    assert (tmp_path / "run" / f"step-{stopped['steps']:06}" / "index.json").is_file()
+    assert not (tmp_path / "run" / "stopped.json").exists()
+
+
+def test_a_named_signal_saves_and_ends_well(corpus: Path, tmp_path: Path) -> None:
+    config = config_of(corpus, tmp_path / "run", steps=4000)
+    words = words_of(config, "-n", "2", "--save-on", "SIGTERM", "SIGUSR1")
+    with Command(words) as command:
+        command.until("step     1/4000")
+        command.process.send_signal(signal.SIGUSR1)
+        assert command.end() == 0, command.output
+    marker = json.loads((tmp_path / "run" / "stopped.json").read_text())
+    assert marker["signal"] == "SIGUSR1"
+    assert (tmp_path / "run" / marker["checkpoint"] / "index.json").is_file()
+
+
+def test_second_ctrl_c_ends_at_once(corpus: Path, tmp_path: Path) -> None:
+    """The ranks sleep in their callback-free loop; two interrupts end them without a save."""
+    config = config_of(corpus, tmp_path / "run", steps=4000)
+    with Command(words_of(config)) as command:
+        command.until("step     1/4000")
+        command.process.send_signal(signal.SIGSTOP)
+        command.process.send_signal(signal.SIGINT)
+        command.process.send_signal(signal.SIGCONT)
+        command.process.send_signal(signal.SIGINT)
+        assert command.end() == 130, command.output
+
+
+@pytest.mark.parametrize(
+    "more,message",
+    [
+        (["--batch", "0"], "batch 0: expected at least 1"),
+        (["--data", "nowhere.txt"], "data 'nowhere.txt': no such file or folder"),
+        (["--length", "100000"], "shorter than one sequence"),
+        (["--precision", "fp16"], "'fp16' is not there yet"),
+        (["-n", "0"], "-n 0: expected at least 1 rank"),
+        (["--resume"], "nothing to resume"),
+    ],
+)
+def test_bad_input_is_refused_before_anything(
+    corpus: Path, tmp_path: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    words = words_of(config_of(corpus, tmp_path / "run"), "--json", str(file), *more)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+    result = json.loads(file.read_text())
+    assert tuple(result) == (*RESULT_KEYS, "error")
+    assert message in result["error"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_model(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(corpus, tmp_path / "run", model="smal")
+    assert main(words_of(config)) == 2
+    assert "small" in capsys.readouterr().err
+
+
+def test_vocabulary_smaller_than_a_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokens.npy"
+    np.save(file, np.full(5_000, 40_000, np.uint16))
+    assert main(words_of(config_of(file, tmp_path / "run"))) == 2
+    assert "holds token 40000" in capsys.readouterr().err
+
+
+def test_a_killed_rank_is_in_the_result(corpus: Path, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    config = config_of(corpus, tmp_path / "run", steps=4000)
+    with Command(words_of(config, "-n", "2", "--json", str(file))) as command:
+        command.until("step     1/4000")
+        ranks = Path(f"/proc/{command.process.pid}/task/{command.process.pid}/children")
+        os.kill(int(ranks.read_text().split()[1]), signal.SIGKILL)
+        assert command.end() not in (0, 2, 130)
+    result = json.loads(file.read_text())
+    assert "PeerLost" in result["error"] and "rank 1" in result["error"]
+    assert result["params"] == 0 or result["params"] > 0
+
+
+def test_sample_writes(
+    straight: TrainResult, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert straight.model is not None
+    for folder in (straight.model, straight.model.parent):
+        assert main(["sample", str(folder), "--prompt", "beta", "--tokens", "9"]) == 0
+        assert capsys.readouterr().out.startswith("beta")
+    assert main(["sample", str(tmp_path)]) == 2
+    assert "holds no config.json" in capsys.readouterr().err
+    assert main(["sample", str(straight.model), "--prompt", ""]) == 2
+    assert "--prompt is empty" in capsys.readouterr().err
