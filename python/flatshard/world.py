@@ -153,8 +153,8 @@ class World:
         Notes
         -----
         A fence below 64 KiB of all ranks together. Else each rank reads its 1/W of every
-        rank's x, and then the other parts of the result. In world memory (`symmetric`) with ``out=x``
-        nothing is copied into windows.
+        rank's x, and then the other parts of the result. In world memory (`symmetric`) with
+        ``out=x`` nothing is copied into windows.
         """
         operand = _operand(x)
         result = self._core.all_reduce(operand, op, out)

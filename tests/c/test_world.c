@@ -464,9 +464,25 @@ test_counted_allocations(void)
     }
 }
 
+#ifdef FS_THREADS_ONLY
+static void
+test_refusal(void)
+{
+    const fs_join join = {.rank = 0, .size = 2, .name = "x", .data_fd = -1, .lock_fd = -1};
+    fs_job *job;
+    int data_fd, lock_fd;
+    CHECK_STATUS(fs_job_join(&join, &job), FS_EUNSUPPORTED);
+    CHECK(strstr(fs_status_message(), "local_world") != NULL, "%s", fs_status_message());
+    CHECK_STATUS(fs_job_create(2, &job, &data_fd, &lock_fd), FS_EUNSUPPORTED);
+}
+#endif
+
 int
 main(void)
 {
+#ifdef FS_THREADS_ONLY
+    test_refusal();
+#endif
     test_fence();
     test_endings();
     static counters shared;

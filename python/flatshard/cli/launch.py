@@ -216,7 +216,9 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
                 running = True
             elif code != 0:
                 _end(children, END_S)
-                print(f"flatshard launch: rank {rank} {_say(code)}; the job is over", file=sys.stderr)
+                print(
+                    f"flatshard launch: rank {rank} {_say(code)}; the job is over", file=sys.stderr
+                )
                 return _status(code)
         if not running:
             return 0
