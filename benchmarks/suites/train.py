@@ -10,7 +10,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Training:
         config: dict[str, int],
         precision: str,
         stage: int,
-        gather: str,
+        gather: Literal["view", "copy"],
         batch: int,
         length: int,
     ) -> None:
@@ -118,7 +118,9 @@ def cases(settings: Settings) -> Sequence[Case]:
     every = options.get("settings", "best") == "all"
     peers = settings.peers and all(map(importlib.util.find_spec, ("torch", "transformers")))
 
-    def ours(precision: str, stage: int, gather: str) -> Callable[[], Contender | None]:
+    def ours(
+        precision: str, stage: int, gather: Literal["view", "copy"]
+    ) -> Callable[[], Contender | None]:
         return lambda: Ranks(
             f"flatshard {precision} stage {stage} {gather}",
             "benchmarks.suites.train:open_flatshard",

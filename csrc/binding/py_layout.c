@@ -229,9 +229,10 @@ done:
 
 static PyMethodDef functions[] = {
     {"layout_describe", layout_describe, METH_VARARGS,
-     "layout_describe(params, units, policy, size) -> (params, segs, order, slots)"},
+     "layout_describe($module, params, units, policy, size, /)\n--\n\n(params, segs, order, slots)."},
     {"shards_plan", shards_plan, METH_VARARGS,
-     "shards_plan(params, units, policy, size, rank, moments_n) -> {class: (private, world, peak)} bytes"},
+     "shards_plan($module, params, units, policy, size, rank, moments_n, /)\n--\n\n"
+     "{class: (private, world, peak)} bytes, without allocating them."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,7 +1,7 @@
 """``flatshard launch -n N script.py ...``: a script on N ranks of this machine.
 
-The launcher makes the state that the ranks share and hands it down, so that nothing has to be found:
-no port is opened, no file is written. It sets the variables that torch, transformers and accelerate
+The launcher makes the state that the ranks share and hands it down, so nothing has to be found: no
+port is opened, no file is written. It sets the variables that torch, transformers and accelerate
 read too. The first rank that fails ends the job: its exit status is the launcher's, the others get
 their `PeerLost` and a few seconds, and nothing stays behind, even when the launcher is killed.
 """
