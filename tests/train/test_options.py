@@ -28,6 +28,7 @@ pytestmark = pytest.mark.quick
         ("keep", 0, "keep 0: expected at least 1"),
         ("save_every", -1, "save_every -1: expected at least 0"),
         ("warmup", 501, "warmup 501 is longer than the run of 500 steps"),
+        ("warmup", -1, "warmup -1: expected at least 0"),
         ("lr", 0.0, "lr 0.0: expected a finite number, more than 0"),
         ("lr", float("nan"), "lr nan: expected a finite number"),
         ("max_norm", -1.0, "max_norm -1.0: expected a finite number, at least 0"),

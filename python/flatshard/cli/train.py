@@ -121,7 +121,13 @@ def parser() -> argparse.ArgumentParser:
     add(step, "--steps", "steps of the whole run", metavar="K")
     add(step, "--optimizer", "adamw, adam or sgd")
     add(step, "--lr", "learning rate after the warm-up")
-    add(step, "--warmup", "steps of linear warm-up", metavar="K")
+    add(
+        step,
+        "--warmup",
+        "steps of linear warm-up (default: a tenth of them, at most 100)",
+        type=int,
+        metavar="K",
+    )
     add(step, "--schedule", "constant, linear or cosine")
     add(step, "--betas", "of Adam", nargs=2, type=float, metavar=("B1", "B2"))
     add(step, "--eps", "of Adam")

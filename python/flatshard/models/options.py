@@ -59,8 +59,8 @@ class TrainConfig:
         Optimizer steps of the whole run, those before a resume included.
     optimizer, lr, betas, eps, weight_decay, max_norm
         ``max_norm`` 0 does not clip; norms and biases are not decayed.
-    warmup : int
-        Steps of linear warm-up, part of ``steps``.
+    warmup : int, optional
+        Steps of linear warm-up, part of ``steps``. None: a tenth of them, at most 100.
     schedule : str
         ``constant``, ``linear`` or ``cosine``, after the warm-up.
     activation_checkpointing : bool
@@ -107,7 +107,7 @@ class TrainConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_norm: float = 1.0
-    warmup: int = _rescheduled(50)
+    warmup: int | None = _rescheduled(None)
     schedule: str = _rescheduled("cosine")
     activation_checkpointing: bool = False
     threads: int | None = _free(None)
@@ -135,8 +135,10 @@ class TrainConfig:
                 raise ConfigError(f"{name} {value!r}: expected one of {_listed(choices)}")
         for name in ("batch", "length", "accumulate", "steps", "keep", "eval_sequences"):
             self._at_least(name, 1)
-        for name in ("warmup", "save_every", "eval_every", "sample_tokens"):
+        for name in ("save_every", "eval_every", "sample_tokens"):
             self._at_least(name, 0)
+        if self.warmup is not None:
+            self._at_least("warmup", 0)
         if self.threads is not None:
             self._at_least("threads", 1)
         if not 0 <= self.seed < 1 << 64:
@@ -147,7 +149,7 @@ class TrainConfig:
             self._finite(name)
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ConfigError(f"betas {self.betas}: expected two numbers in [0, 1)")
-        if self.warmup > self.steps:
+        if self.warmup_steps > self.steps:
             raise ConfigError(f"warmup {self.warmup} is longer than the run of {self.steps} steps")
         for name in self.save_on:
             if name not in SAVE_SIGNALS:
@@ -156,6 +158,11 @@ class TrainConfig:
             raise ConfigError("reschedule goes with resume: a new run has no schedule to change")
         if not self.out:
             raise ConfigError("out is empty; name the folder of the run")
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of warm-up, decided."""
+        return min(100, self.steps // 10) if self.warmup is None else self.warmup
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)

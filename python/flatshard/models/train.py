@@ -314,9 +314,9 @@ class _Run:
     def make_schedule(self) -> schedule.Schedule:
         config = self.config
         if config.schedule == "constant":
-            return schedule.constant(config.lr, warmup=config.warmup)
+            return schedule.constant(config.lr, warmup=config.warmup_steps)
         shape = schedule.linear if config.schedule == "linear" else schedule.cosine
-        return shape(config.lr, warmup=config.warmup, total=config.steps)
+        return shape(config.lr, warmup=config.warmup_steps, total=config.steps)
 
     def gemm_rate(self) -> float:
         """What all ranks reach in sgemm at the same time, FLOP/s."""
