@@ -420,9 +420,9 @@ class Llama:
         if n < 0 or not temperature >= 0.0:
             raise ValueError(f"n={n}, temperature={temperature}: expected 0 or more")
         given = np.asarray(ids)
-        text = self._ids(np.atleast_2d(given), "ids")
-        if text.shape[1] == 0:
+        if given.size == 0:
             raise ValueError("ids is empty: generation goes on from at least one token")
+        text = self._ids(np.atleast_2d(given), "ids")
         rng = np.random.default_rng(seed)
         scores = np.empty((len(text), self.config.vocab_size), np.float32)
         for _ in range(n):
