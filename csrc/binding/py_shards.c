@@ -376,6 +376,18 @@ shards_open_moments(PyObject *self, PyObject *args)
 }
 
 static PyObject *
+shards_set_loss_scale(PyObject *self, PyObject *args)
+{
+    double scale;
+    py_shards *object;
+    if (!PyArg_ParseTuple(args, "d:set_loss_scale", &scale) || (object = enter(self)) == NULL) {
+        return NULL;
+    }
+    object->busy = false;
+    return none_or_raise(object, fs_shards_set_loss_scale(object->shards, scale));
+}
+
+static PyObject *
 shards_agree(PyObject *self, PyObject *args)
 {
     double max_norm;
@@ -617,6 +629,8 @@ static PyMethodDef shards_methods[] = {
      "grad_drop($self, /)\n--\n\nForgets this step's gradients. Collective."},
     {"open_moments", shards_open_moments, METH_VARARGS,
      "open_moments($self, n, /)\n--\n\nAllocates n moments of each kept element. Collective."},
+    {"set_loss_scale", shards_set_loss_scale, METH_VARARGS,
+     "set_loss_scale($self, scale, /)\n--\n\nBy what gradients come multiplied; 0: nothing."},
     {"agree", shards_agree, METH_VARARGS,
      "agree($self, max_norm, skip, /)\n--\n\n"
      "(applied, reason, norm, clip, bad_param, bad_rank, count). Collective."},

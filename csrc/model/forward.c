@@ -195,6 +195,10 @@ slice_loss(fs_llama *llama, fs_head_call *call, const float *head, size_t begin,
                     .grad = call->sink != NULL,
                     .loss = at->losses};
     exec->device->model.xent(exec, &xent);
+    float factor = (float)fs_shards_gradient_factor(llama->shards);
+    if (xent.grad && factor != 1.0f) {
+        exec->device->model.scale(exec, at->logits, at->logits, factor, false, n * vocab);
+    }
     for (size_t r = 0; r < n; r++) {
         call->loss.sum += at->losses[r];
         call->loss.tokens += call->targets[begin + r] != FS_TARGET_IGNORED;

@@ -59,6 +59,10 @@ fs_llama_open(const fs_llama_config *config, fs_shards *shards, bool checkpointi
     size_t size = (size_t)fs_world_size(llama->world);
     FS_TRY_GOTO(fs_calloc(config->num_hidden_layers, sizeof *llama->layers, &llama->layers), st, fail);
     FS_TRY_GOTO(fs_calloc(size, sizeof *llama->payloads, &llama->payloads), st, fail);
+    if (precision.reduce == FS_F16) {
+        /* Gradients of sums over thousands of tokens would pass 65,504 at any loss scale above 1. */
+        fs_shards_set_prescale(shards, 0x1p-10);
+    }
     *out = llama;
     return FS_OK;
 fail:

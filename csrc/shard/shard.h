@@ -252,6 +252,19 @@ fs_grad_drop(fs_shards *shards);
 
 // ---- step ---------------------------------------------------------------------------------------
 
+/* The factor by which losses, and so gradients, are multiplied in backward: undone inside the step, in
+ * fp32. A power of two, equal on all ranks (compared when they agree); may change only between steps:
+ * FS_ESTATE once a gradient has come. A non-finite gradient is then an overflow. 0 restores "none". */
+FS_NODISCARD fs_status
+fs_shards_set_loss_scale(fs_shards *shards, double scale);
+
+/* For a producer of sums over many tokens: a constant power of two that it multiplies gradients by, on
+ * top of the loss scale, so that the sums fit a 16-bit slot. Once, before the first gradient. */
+void fs_shards_set_prescale(fs_shards *shards, double prescale);
+
+/* What backward multiplies gradients by: loss scale times prescale; 1 without either. */
+double fs_shards_gradient_factor(const fs_shards *shards);
+
 typedef enum fs_reason {
     FS_APPLIED = 0, FS_SKIP_NONFINITE = 1, FS_SKIP_OVERFLOW = 2, FS_SKIP_RANK = 3,
     FS_SKIP_NO_GRADIENT = 4

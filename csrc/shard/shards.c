@@ -13,8 +13,8 @@ fs_precision_check(const fs_precision *p)
     const fs_dtype all[] = {p->param, p->reduce, p->accumulate, p->moments};
     static const char *const names[] = {"param", "reduce", "accumulate", "moments"};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
-        if (all[i] != FS_F32 && all[i] != FS_BF16) {
-            return FS_FAIL(FS_EUNSUPPORTED, "precision: %s=%s is not offered; float32 and bfloat16 are",
+        if (all[i] != FS_F32 && all[i] != FS_BF16 && all[i] != FS_F16) {
+            return FS_FAIL(FS_EUNSUPPORTED, "precision: %s=%s is not offered; float32, bfloat16 and float16 are",
                            names[i], fs_dtype_name(all[i]));
         }
     }

@@ -85,6 +85,8 @@ struct fs_shards {
     double *sumsq;      /* [segs_n] of what was last written to acc; own cut only */
     int bad_param, bad_rank;
 
+    double loss_scale; /* 0: none */
+    double prescale;   /* 0: none */
     bool settled, agreed;
     double agreed_max_norm;
     fs_verdict verdict;

@@ -40,7 +40,7 @@ make_record(const fs_shards *shards, bool local_skip)
 
 /* The verdict: a pure function of all records, so that every rank holds the same. */
 static fs_verdict
-fold(const fs_payload *records, int size, double max_norm)
+fold(const fs_payload *records, int size, double max_norm, double factor, bool scaled)
 {
     fs_verdict verdict = {.bad_param = -1, .bad_rank = -1, .clip = 1.0};
     double sumsq = 0.0;
@@ -59,6 +59,7 @@ fold(const fs_payload *records, int size, double max_norm)
      * counts that add up to nothing every gradient is zero, and so is the step. */
     double divisor = (flags & RECORD_HAS_COUNT) ? (double)(verdict.count > 0 ? verdict.count : 1)
                                                 : (double)size;
+    divisor *= factor; /* a power of two: exact */
     verdict.norm = sqrt(sumsq) / divisor;
     if (max_norm > 0.0) {
         double clip = max_norm / (verdict.norm + 1e-6); /* torch's form */
@@ -68,7 +69,7 @@ fold(const fs_payload *records, int size, double max_norm)
     if (flags & RECORD_SKIP) {
         verdict.reason = FS_SKIP_RANK;
     } else if (verdict.bad_param >= 0) {
-        verdict.reason = FS_SKIP_NONFINITE;
+        verdict.reason = scaled ? FS_SKIP_OVERFLOW : FS_SKIP_NONFINITE;
         verdict.norm = (double)NAN;
     } else if (!(flags & RECORD_GRADIENT)) {
         verdict.reason = FS_SKIP_NO_GRADIENT;
@@ -100,6 +101,34 @@ check_counts(const fs_shards *shards)
     return FS_OK;
 }
 
+fs_status
+fs_shards_set_loss_scale(fs_shards *shards, double scale)
+{
+    int exponent;
+    FS_TRY(fs_shards_ready(shards));
+    if (scale < 0.0 || !isfinite(scale) || (scale > 0.0 && frexp(scale, &exponent) != 0.5)) {
+        return FS_FAIL(FS_EINVAL, "a loss scale of %g: expected a power of two", scale);
+    }
+    if (shards->rounds > 0 || shards->cursor > 0 || shards->agreed) {
+        return FS_FAIL(FS_ESTATE, "rank %d: the loss scale changes in the middle of a step", shards->rank);
+    }
+    shards->loss_scale = scale;
+    return FS_OK;
+}
+
+void
+fs_shards_set_prescale(fs_shards *shards, double prescale)
+{
+    shards->prescale = prescale;
+}
+
+double
+fs_shards_gradient_factor(const fs_shards *shards)
+{
+    double scale = shards->loss_scale > 0.0 ? shards->loss_scale : 1.0;
+    return shards->prescale > 0.0 ? scale * shards->prescale : scale;
+}
+
 void
 fs_step_begin_next(fs_shards *shards)
 {
@@ -125,7 +154,11 @@ fs_step_agree(fs_shards *shards, double max_norm, bool local_skip, fs_verdict *o
     FS_TRY(fs_settle(shards));
     fs_payload record = make_record(shards, local_skip);
     fs_what what = {.op = FS_OP_AGREE, .dtype = -1, .root = -1, .tag = shards->gather_hash};
+    uint64_t scale_bits;
     memcpy(&what.nbytes, &max_norm, sizeof what.nbytes);
+    double factor = fs_shards_gradient_factor(shards);
+    memcpy(&scale_bits, &factor, sizeof scale_bits);
+    what.tag ^= scale_bits;
     FS_TRY(fs_meet(shards->world, &what, &record, shards->records, 0));
     fs_step_begin_next(shards);
     fs_status st = check_counts(shards);
@@ -133,7 +166,8 @@ fs_step_agree(fs_shards *shards, double max_norm, bool local_skip, fs_verdict *o
         fs_grad_reset(shards);
         return st;
     }
-    shards->verdict = fold(shards->records, shards->size, max_norm);
+    shards->verdict = fold(shards->records, shards->size, max_norm, fs_shards_gradient_factor(shards),
+                           shards->loss_scale > 0.0);
     shards->agreed_max_norm = max_norm;
     shards->agreed = true;
     *out = shards->verdict;

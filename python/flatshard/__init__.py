@@ -24,7 +24,7 @@ from .errors import (
 )
 from .optim import SGD, Adam, AdamW, Optimizer, ParamGroup, StepResult
 from .plan import Plan, describe, memory, plan
-from .policy import MixedPrecision, Offload, Sharding
+from .policy import LossScale, MixedPrecision, Offload, Sharding
 from .shard import Parameter, Shards, Unit, shard, state_sha256, weights_sha256
 from .world import LocalWorld, World, init, local_world
 
@@ -42,6 +42,7 @@ __all__ = [
     "ConfigError",
     "FlatshardError",
     "LocalWorld",
+    "LossScale",
     "MemoryBudgetError",
     "MixedPrecision",
     "NonFiniteError",

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from .errors import NonFiniteError
+from .policy import LossScale
 from .shard import Shards
 
 __all__ = ["SGD", "Adam", "AdamW", "Optimizer", "ParamGroup", "StepResult"]
@@ -119,6 +120,59 @@ class ParamGroup:
         )
 
 
+class _Scaler:
+    """The loss scale in motion. Fed with verdicts, which are equal on all ranks, so it is too."""
+
+    def __init__(self, policy: LossScale | float | None) -> None:
+        if isinstance(policy, (int, float)):
+            policy = LossScale(initial=float(policy), dynamic=False, minimum=float(policy))
+        self.policy = policy
+        self.scale = policy.initial if policy is not None else 1.0
+        self.clean = 0
+        self.patience = policy.hysteresis if policy is not None else 0
+
+    @property
+    def core(self) -> float:
+        """What the core is told: 0 for no scaling."""
+        return self.scale if self.policy is not None else 0.0
+
+    def follow(self, reason: str) -> None:
+        """Next scale after a verdict.
+
+        Raises
+        ------
+        NonFiniteError
+            An overflow at the floor, or with a static scale of which there is no lower one.
+        """
+        policy = self.policy
+        if policy is None or not policy.dynamic:
+            return
+        if reason == "applied":
+            self.clean += 1
+            if self.clean >= policy.window:
+                self.scale = min(self.scale * policy.factor, 2.0**60)
+                self.clean, self.patience = 0, policy.hysteresis
+        elif reason == "overflow":
+            self.clean = 0
+            self.patience -= 1
+            if self.patience > 0:
+                return
+            if self.scale <= policy.minimum:
+                raise NonFiniteError(
+                    f"gradients overflow at the lowest loss scale, {policy.minimum:g}"
+                )
+            self.scale = max(self.scale / policy.factor, policy.minimum)
+            self.patience = policy.hysteresis
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.scale, "clean": self.clean, "patience": self.patience}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        self.scale = float(state["scale"])
+        self.clean = int(state["clean"])
+        self.patience = int(state["patience"])
+
+
 class Optimizer:
     """What SGD, Adam and AdamW have in common. Not for use by itself.
 
@@ -161,6 +215,8 @@ class Optimizer:
         self._skips_in_row = 0
         self._skip_reason: str | None = None
         self._max_norm: float | None = None
+        self._scaler = _Scaler(self._shards.policy.precision.loss_scale)
+        self._shards._core.set_loss_scale(self._scaler.core)
 
     def __repr__(self) -> str:
         rows = [
@@ -227,6 +283,12 @@ class Optimizer:
         for group in self.groups:
             if not group.lr_fixed:
                 group.lr = lr
+
+    @property
+    def loss_scale(self) -> float:
+        """By what losses, and so gradients, must be multiplied before backward; 1 without loss
+        scaling. The native models do it themselves. Constant between steps."""
+        return self._scaler.scale
 
     @property
     def steps_applied(self) -> int:
@@ -322,17 +384,20 @@ class Optimizer:
             nonfinite = (self._shards.parameters[bad_param].name, bad_rank)
         if applied:
             self._applied += 1
+        scale = self._scaler.scale
         result = StepResult(
             applied=applied,
             reason=_REASONS[reason],
             step=self._applied,
             grad_norm=norm,
             clip_coef=clip,
-            loss_scale=1.0,
+            loss_scale=scale,
             nonfinite=nonfinite,
             count=count or None,
         )
         self._account(result, skip_reason)
+        self._scaler.follow(result.reason)
+        self._shards._core.set_loss_scale(self._scaler.core)
         return result
 
     def _account(self, result: StepResult, skip_reason: str | None) -> None:
@@ -375,6 +440,7 @@ class Optimizer:
             "skipped": self._skipped,
             "skips_in_row": self._skips_in_row,
             "moments": list(self._shards._moments),
+            "scaler": self._scaler.state() if self._scaler.policy is not None else None,
             "groups": [
                 {
                     "name": g.name,
@@ -434,6 +500,9 @@ class Optimizer:
         self._applied = int(state["applied"])
         self._skipped = int(state["skipped"])
         self._skips_in_row = int(state["skips_in_row"])
+        if state.get("scaler") is not None and self._scaler.policy is not None:
+            self._scaler.restore(state["scaler"])
+            self._shards._core.set_loss_scale(self._scaler.core)
 
 
 class SGD(Optimizer):

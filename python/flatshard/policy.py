@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["MixedPrecision", "Offload", "PRESETS", "Policy", "Precision", "Sharding", "resolve"]
+__all__ = [
+    "LossScale",
+    "MixedPrecision",
+    "Offload",
+    "PRESETS",
+    "Policy",
+    "Precision",
+    "Sharding",
+    "resolve",
+]
 
 Gather = Literal["auto", "view", "copy"]
 Partition = Literal["flat", "per_parameter"]
@@ -101,14 +111,68 @@ class Sharding:
 
 
 @dataclass(frozen=True)
+class LossScale:
+    """How losses are scaled so that 16-bit gradients neither vanish nor overflow.
+
+    Parameters
+    ----------
+    initial : float
+        First scale; a power of two.
+    dynamic : bool
+        Lower the scale when gradients overflow, raise it after ``window`` clean steps. False:
+        static.
+    window : int, steps
+        Applied steps in a row after which the scale grows.
+    factor : float
+        By which it grows and shrinks; a power of two above 1.
+    hysteresis : int
+        Overflows before the scale shrinks: 1 shrinks at the first one. Restored when it shrinks or
+        grows.
+    minimum : float
+        Floor; a power of two. An overflow there raises NonFiniteError.
+
+    Raises
+    ------
+    ValueError
+        A value outside those above.
+
+    References
+    ----------
+    Micikevicius et al. 2018, "Mixed precision training", section 3.2.
+    """
+
+    initial: float = 65536.0
+    dynamic: bool = True
+    window: int = 1000
+    factor: float = 2.0
+    hysteresis: int = 1
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "factor", "minimum"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0 and math.frexp(value)[0] == 0.5):
+                raise ValueError(f"LossScale({name}={value!r}): expected a power of two")
+        if self.factor <= 1.0:
+            raise ValueError(f"LossScale(factor={self.factor!r}): expected more than 1")
+        if self.initial < self.minimum:
+            raise ValueError(
+                f"LossScale(initial={self.initial!r}) is below minimum={self.minimum!r}"
+            )
+        for name in ("window", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"LossScale({name}={getattr(self, name)!r}): expected at least 1")
+
+
+@dataclass(frozen=True)
 class MixedPrecision:
     """Element types of each class of memory, by name.
 
     Parameters
     ----------
-    param : {"float32", "bfloat16"}
+    param : {"float32", "bfloat16", "float16"}
         Compute copy of the weights.
-    reduce : {"float32", "bfloat16"}, optional
+    reduce : {"float32", "bfloat16", "float16"}, optional
         Gradients on the wire; None: as produced. They are summed in fp32 in any case.
     accumulate : {"float32", "bfloat16"}
         Summed gradients of the owned shard.
@@ -116,17 +180,19 @@ class MixedPrecision:
         Weights behind the compute copy, which the optimizer moves; None: it moves the compute copy.
     moments : {"float32", "bfloat16"}
         Optimizer state.
+    loss_scale : LossScale or float, optional
+        Required where ``param`` or ``reduce`` is float16, whose gradients vanish below 6e-8. A
+        number is a static scale.
 
     Raises
     ------
     ValueError
         A name is no dtype, or two fields contradict each other (the pair is named).
-    NotImplementedError
-        The dtype exists and is not offered yet.
 
     Notes
     -----
-    Bytes per owned parameter with Adam, summed gradient included: fp32 16, bf16 18, bf16-pure 10.
+    Bytes per owned parameter with Adam, summed gradient included: fp32 16, bf16 and fp16 18,
+    bf16-pure 10.
     """
 
     param: str = "float32"
@@ -134,16 +200,19 @@ class MixedPrecision:
     accumulate: str = "float32"
     master: str | None = None
     moments: str = "float32"
+    loss_scale: LossScale | float | None = None
 
     def __post_init__(self) -> None:
         for name in ("param", "reduce", "accumulate", "master", "moments"):
             value = getattr(self, name)
             if value is None and name in ("reduce", "master"):
                 continue
-            if value in ("float16", "fp16"):
-                raise NotImplementedError(
-                    f"MixedPrecision({name}={value!r}): fp16, which needs loss scaling, is not "
-                    "offered yet; use bfloat16"
+            if value == "float16" and name in ("param", "reduce"):
+                continue
+            if value == "float16":
+                raise ValueError(
+                    f"MixedPrecision({name}='float16'): squares and small sums vanish in "
+                    "float16; use bfloat16 or float32"
                 )
             if value not in ("float32", "bfloat16"):
                 raise ValueError(
@@ -151,6 +220,14 @@ class MixedPrecision:
                 )
         if self.master == "bfloat16":
             raise ValueError('MixedPrecision(master="bfloat16"): a master is float32, or None')
+        half = [n for n in ("param", "reduce") if getattr(self, n) == "float16"]
+        if half and self.loss_scale is None:
+            raise ValueError(
+                f"MixedPrecision({half[0]}='float16', loss_scale=None): float16 gradients vanish "
+                "without loss scaling; give loss_scale=LossScale()"
+            )
+        if isinstance(self.loss_scale, (int, float)):
+            LossScale(initial=self.loss_scale, minimum=self.loss_scale)
         if self.master is not None and self.param == "float32":
             raise ValueError(
                 "MixedPrecision(param='float32', master='float32'): a float32 weight is its own "
@@ -163,6 +240,7 @@ PRESETS: dict[str, MixedPrecision] = {
     "fp32": MixedPrecision(),
     "bf16": MixedPrecision(param="bfloat16", master="float32"),
     "bf16-pure": MixedPrecision(param="bfloat16", moments="bfloat16"),
+    "fp16": MixedPrecision(param="float16", master="float32", loss_scale=LossScale()),
 }
 
 Precision = str | MixedPrecision
@@ -213,7 +291,7 @@ def resolve(
     sharding : Sharding
         What is kept where.
     precision : str or MixedPrecision
-        A preset's name ("fp32", "bf16", "bf16-pure") or a mix.
+        A preset's name ("fp32", "bf16", "bf16-pure", "fp16") or a mix.
     produced : str
         Dtype in which gradients are produced: what ``reduce=None`` becomes.
     one_host : bool
@@ -228,14 +306,8 @@ def resolve(
     ------
     ValueError
         ``replicate`` does not divide the world, or the preset is unknown.
-    NotImplementedError
-        The preset exists and is not offered yet.
     """
     if isinstance(precision, str):
-        if precision in ("fp16", "float16"):
-            raise NotImplementedError(
-                'precision="fp16", which needs loss scaling, is not offered yet; use "bf16"'
-            )
         if precision not in PRESETS:
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRESETS)}")
         precision = PRESETS[precision]

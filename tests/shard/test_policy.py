@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatshard.policy import MixedPrecision, Offload, Sharding, resolve
+from flatshard.policy import LossScale, MixedPrecision, Offload, Sharding, resolve
 
 pytestmark = pytest.mark.quick
 
@@ -52,7 +52,12 @@ def test_gradients_as_produced():
         (lambda: Offload(state="gpu"), ValueError, "device"),
         (lambda: Offload(state="disk"), NotImplementedError, "not offered yet"),
         (lambda: MixedPrecision(param="fp8"), ValueError, "float32"),
-        (lambda: MixedPrecision(param="float16"), NotImplementedError, "not offered yet"),
+        (lambda: MixedPrecision(param="float16"), ValueError, "loss_scale=LossScale"),
+        (lambda: MixedPrecision(moments="float16"), ValueError, "vanish"),
+        (lambda: LossScale(initial=3.0), ValueError, "power of two"),
+        (lambda: LossScale(initial=2.0, minimum=4.0), ValueError, "below minimum"),
+        (lambda: LossScale(window=0), ValueError, "at least 1"),
+        (lambda: LossScale(factor=1.0), ValueError, "more than 1"),
         (lambda: MixedPrecision(master="float32"), ValueError, "its own master"),
         (lambda: MixedPrecision(param="bfloat16", master="bfloat16"), ValueError, "a master is"),
         (
@@ -60,7 +65,6 @@ def test_gradients_as_produced():
             ValueError,
             "divide",
         ),
-        (lambda: resolve(4, sharding=Sharding(), precision="fp16"), NotImplementedError, "fp16"),
         (lambda: resolve(4, sharding=Sharding(), precision="half"), ValueError, "fp32, bf16"),
     ],
 )

@@ -54,7 +54,8 @@ def run_steps(world, params, grads, optimizer, options, *, max_norm=None, **how)
     opt = getattr(fs, optimizer)(shards, **options)
     results = []
     for step in grads:
-        reduce_all(shards, step[world.rank])
+        scaled = {n: g * np.float32(opt.loss_scale) for n, g in step[world.rank].items()}
+        reduce_all(shards, scaled)
         results.append(opt.step(max_norm=max_norm))
     full = {n: shards.full(n, "master") for n in params}
     hashes = fs.weights_sha256(shards), fs.state_sha256(shards)
@@ -102,7 +103,7 @@ SHARDINGS = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure", "fp16"])
 @pytest.mark.parametrize("partition", ["flat", "per_parameter"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_same_bits_at_every_stage_and_gather(size, partition, precision, rng):
