@@ -269,6 +269,7 @@ def test_ctrl_c_saves_and_resume_goes_on(
         else:
             command.process.send_signal(signal.SIGINT)
         assert command.end() == 130, command.output
+        assert "the job is over" not in command.output
     stopped = json.loads(file.read_text())
     assert stopped["error"] == f"stopped by SIGINT after step {stopped['steps']}"
     assert (tmp_path / "run" / f"step-{stopped['steps']:06}" / "index.json").is_file()
@@ -336,6 +337,42 @@ def test_vocabulary_smaller_than_a_token(
     np.save(file, np.full(5_000, 40_000, np.uint16))
     assert main(words_of(config_of(file, tmp_path / "run"))) == 2
     assert "holds token 40000" in capsys.readouterr().err
+
+
+def test_more_than_memory_allows(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("flatshard.cli.train.memory", lambda: (1 << 30, 1 << 20))
+    file = tmp_path / "result.json"
+    words = words_of(config_of(corpus, tmp_path / "run"), "-n", "3", "--json", str(file))
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert "of 1.0 MiB on the host" in said and "moments" in said
+    assert json.loads(file.read_text())["error"].startswith("MemoryBudgetError: needs ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_as_threads(
+    corpus: Path, tmp_path: Path, straight: TrainResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    words = words_of(config_of(corpus, tmp_path / "run"), "--json", str(file))
+    assert main([*words, "-n", "2", "--ranks-as", "threads"]) == 0
+    assert json.loads(file.read_text())["weights_sha256"] == straight.weights_sha256
+
+
+def test_the_plan_is_what_a_run_holds(
+    straight: TrainResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "tiny", "-n", "2", "--precision", "bf16", "--batch", "2", "--length", "32"]
+    assert main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    for name in ("weights", "gradients", "accumulators", "master", "moments", "activations"):
+        assert plan["memory"][name] == straight.memory[name], name
+    assert main([*words, "--budget", "2M"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit in the 1.9 MiB of this host" in out and "master" in out
+    assert main([*words, "--budget", "much"]) == 2
 
 
 def test_a_killed_rank_is_in_the_result(corpus: Path, tmp_path: Path) -> None:

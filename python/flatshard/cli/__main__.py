@@ -15,6 +15,7 @@ __all__ = ["main"]
 COMMANDS = {
     "train": "train a Llama-family model on text or tokens",
     "sample": "let a trained model write",
+    "plan": "the memory of a run, before anything is allocated",
     "launch": "start a script on every rank of this machine",
     "env": "this machine, as flatshard sees it",
 }
@@ -26,7 +27,6 @@ LATER = {
     "export": "a checkpoint as a Hugging Face folder; flatshard train ends with one",
     "convert": "read the checkpoints of other systems",
     "bench": "measure this machine; meanwhile python -m benchmarks does in a clone",
-    "plan": "the memory of a run before it begins",
 }
 BAD_USAGE = 2
 INTERRUPTED = 130

@@ -81,6 +81,7 @@ def launch(
     threads: int | None = None,
     master_port: int = 0,
     environment: Mapping[str, str] = os.environ,
+    agreed: Sequence[int] = (),
 ) -> int:
     """Runs a command on every rank, and waits until all have ended.
 
@@ -95,6 +96,8 @@ def launch(
         0: a free one, kept for the job's life.
     environment : mapping
         What the ranks' variables are added to.
+    agreed : sequence of int
+        Exit statuses that ranks end with together and on purpose: nothing is said of them.
 
     Returns
     -------
@@ -137,7 +140,7 @@ def launch(
                         )
                     )
                 job.close()
-                return _wait(children)
+                return _wait(children, agreed)
             finally:
                 _end(children, 0.0)
 
@@ -206,7 +209,7 @@ def _say(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait(children: Sequence[subprocess.Popen[bytes]], agreed: Sequence[int]) -> int:
     """Until all have ended, or one has failed."""
     while True:
         running = False
@@ -216,9 +219,9 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
                 running = True
             elif code != 0:
                 _end(children, END_S)
-                print(
-                    f"flatshard launch: rank {rank} {_say(code)}; the job is over", file=sys.stderr
-                )
+                if code not in agreed:
+                    said = f"flatshard launch: rank {rank} {_say(code)}; the job is over"
+                    print(said, file=sys.stderr)
                 return _status(code)
         if not running:
             return 0

@@ -18,17 +18,18 @@ import flatshard
 from .._start import find_place
 from ..errors import ConfigError
 from ..models import data
-from ..models.config import load_config
 from ..models.folder import RunFolder
 from ..models.options import SAVE_SIGNALS, TrainConfig
 from ..models.report import reason, write_result
 from ..models.stop import StopRequest
 from ..models.train import TrainResult, check_model, train
+from .env import memory
 from .launch import launch
+from .plan import of_run
 
 __all__ = ["main"]
 
-INTERRUPTED = 130
+INTERRUPTED, BAD_USAGE = 130, 2  # a rank has said what is wrong
 # Ranks that are threads wait for each other as long as ranks that are processes do.
 THREADS_TIMEOUT_S = 1800.0
 
@@ -196,7 +197,9 @@ def main(arguments: Sequence[str]) -> int:
             return status_of(train(config))
         if options.ranks_as == "threads":
             return status_of(train_threads(config, ranks))
-        status = launch(rank_command(arguments), ranks, threads=config.threads)
+        status = launch(
+            rank_command(arguments), ranks, threads=config.threads, agreed=(INTERRUPTED, BAD_USAGE)
+        )
     except BaseException as error:
         if config.json:
             write_result(config.json, {"error": reason(error)}, replace=False)
@@ -210,7 +213,7 @@ def main(arguments: Sequence[str]) -> int:
 def check_before(config: TrainConfig, ranks: int) -> None:
     """What can be said before a rank is started: every rank would say the same, W times."""
     RunFolder(config.out).check(config)
-    load_config(config.model)
+    of_run(config, ranks, budget=memory()[1])
     if config.tokenizer == "bytes" or config.cache is not None:
         # Reading bytes is quick; with another tokenizer the ranks find out.
         alone = SimpleNamespace(rank=0, size=ranks)
