@@ -1,5 +1,7 @@
 #include "pieces.h"
 
+#include <stdarg.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -138,6 +140,26 @@ check_overlap(const fs_catalog *catalog)
     return FS_OK;
 }
 
+/* A block that holds (part of) file's header is damaged. What else lies in it is read unchecked, to
+ * name it: the damage may be anywhere in the block. */
+static fs_status
+damaged_header(const fs_catalog *catalog, int file, size_t block, fs_ledger *ledger)
+{
+    char what[1024] = "header";
+    const fs_file_def def = {.name = catalog->files[file]};
+    fs_catalog *unchecked;
+    if (fs_catalog_open(catalog->folder, &def, 1, catalog->ours, catalog->shapes, catalog->shapes_n,
+                        ledger, &unchecked) == FS_OK) {
+        unchecked->first_rank = file;
+        fs_catalog_describe(unchecked, 0, block, what, sizeof what);
+        fs_catalog_close(unchecked);
+    } else if (catalog->ours) {
+        (void)snprintf(what, sizeof what, "header, rank %d", file);
+    }
+    return FS_FAIL(FS_ECORRUPT, "%s/%s: block %zu is damaged: %s", catalog->folder, catalog->files[file],
+                   block, what);
+}
+
 static fs_status
 read_headers(fs_catalog *catalog, fs_ledger *ledger)
 {
@@ -146,11 +168,11 @@ read_headers(fs_catalog *catalog, fs_ledger *ledger)
         fs_reader reader;
         FS_TRY(fs_reader_open(catalog->folder, catalog->files[f], catalog->blocks[f], ledger, &reader));
         fs_status st = fs_safetensors_open(&reader, ledger, &catalog->headers[f]);
-        if (st == FS_ECORRUPT && reader.bad_block != SIZE_MAX) {
-            st = FS_FAIL(FS_ECORRUPT, "%s: block %zu of its header is damaged (rank %d)",
-                         reader.file.path, reader.bad_block, f);
-        }
+        size_t bad_block = reader.bad_block;
         fs_reader_close(&reader);
+        if (st == FS_ECORRUPT && bad_block != SIZE_MAX) {
+            return damaged_header(catalog, f, bad_block, ledger);
+        }
         FS_TRY(st);
         pieces_n += catalog->headers[f].tensors_n;
     }
@@ -290,17 +312,37 @@ fs_piece_in_block(const fs_piece *piece, size_t block, fs_piece *out)
     return true;
 }
 
+/* Text that is appended to a buffer and cut at its end. */
+typedef struct words {
+    char *at;
+    size_t n, used;
+} words;
+
+__attribute__((format(printf, 2, 3))) static void
+say(words *to, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    int n = to->used < to->n ? vsnprintf(to->at + to->used, to->n - to->used, format, args) : 0;
+    va_end(args);
+    to->used += n > 0 ? (size_t)n : 0;
+}
+
 void
 fs_catalog_describe(const fs_catalog *catalog, int file, size_t block, char *buffer, size_t nbytes)
 {
-    size_t used = 0, shown = 0, more = 0;
+    words to = {.at = buffer, .n = nbytes};
+    size_t shown = 0, more = 0;
     buffer[0] = '\0';
+    if (block * FS_BLOCK_NBYTES < catalog->headers[file].data_begin) {
+        say(&to, "header, ");
+    }
     for (size_t p = 0; p < catalog->pieces_n; p++) {
         fs_piece part;
         if (catalog->pieces[p].file != file || !fs_piece_in_block(&catalog->pieces[p], block, &part)) {
             continue;
         }
-        if (shown == 4 || used + 200 > nbytes) {
+        if (shown == 4 || to.used + 200 > nbytes) {
             more++;
             continue;
         }
@@ -308,18 +350,17 @@ fs_catalog_describe(const fs_catalog *catalog, int file, size_t block, char *buf
         for (size_t d = 1; d < part.dims_n; d++) {
             row *= part.dims[d] != 0 ? part.dims[d] : 1;
         }
-        int n = snprintf(buffer + used, nbytes - used, "%s%.120s%s%s rows %zu-%zu", shown > 0 ? ", " : "",
-                         part.name, part.state == FS_WEIGHT ? "" : " ",
-                         part.state == FS_WEIGHT ? "" : fs_state_name(part.state), part.begin / row,
-                         (part.end - 1) / row);
-        used += n > 0 ? (size_t)n : 0;
+        say(&to, "%.120s%s%s rows %zu-%zu, ", part.name, part.state == FS_WEIGHT ? "" : " ",
+            part.state == FS_WEIGHT ? "" : fs_state_name(part.state), part.begin / row,
+            (part.end - 1) / row);
         shown++;
     }
-    if (used < nbytes) {
-        int n = more > 0 ? snprintf(buffer + used, nbytes - used, " and %zu more", more) : 0;
-        used += n > 0 ? (size_t)n : 0;
+    if (more > 0) {
+        say(&to, "%zu more, ", more);
     }
-    if (used < nbytes && catalog->ours) {
-        (void)snprintf(buffer + used, nbytes - used, "%srank %d", shown > 0 ? ", " : "header, ", file);
+    if (catalog->ours) {
+        say(&to, "rank %d", catalog->first_rank + file);
+    } else if (to.used >= 2 && to.used < nbytes) {
+        buffer[to.used - 2] = '\0'; /* the last ", " */
     }
 }

@@ -57,6 +57,7 @@ typedef struct fs_catalog {
     fs_piece *pieces; /* sorted by (name, state, begin); those of one state do not overlap */
     size_t pieces_n;
     bool ours;
+    int first_rank; /* of ours: file f was written by rank first_rank + f */
 } fs_catalog;
 
 /* Lists a folder's pieces: the one place where names and ranges of pieces are checked. ours: the files
@@ -71,7 +72,8 @@ void fs_catalog_close(fs_catalog *catalog);
 void fs_catalog_find(const fs_catalog *catalog, const char *name, fs_array state, size_t *out_first,
                      size_t *out_end);
 
-/* Says in words what lies in a block of a file: "layers.1.mlp.up_proj.weight rows 12-40, rank 0". */
+/* Says in words what lies in a block of a file: "layers.1.mlp.up_proj.weight rows 12-40, rank 0", with
+ * "header" first where the header reaches into it. */
 void fs_catalog_describe(const fs_catalog *catalog, int file, size_t block, char *buffer,
                          size_t nbytes);
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from ._folders import Catalog, catalog_of, committed, first_of, foreign_catalog, read_index
+from ._folders import Catalog, Index, catalog_of, committed, first_of, foreign_catalog, read_index
 from ._together import on_first
 from .errors import CheckpointError
 
@@ -133,8 +133,8 @@ def check_weights(
     )
 
 
-def _open_folder(path: str) -> tuple[Catalog, str | None]:
-    """A folder's catalog, and the compute dtype where an index of ours says it."""
+def _open_folder(path: str) -> tuple[Catalog, Index | None]:
+    """A folder's catalog, and its index where it is one of ours."""
     folders = committed(path) if os.path.isdir(path) else []
     if not folders:
         return foreign_catalog(path), None
@@ -147,7 +147,7 @@ def _open_folder(path: str) -> tuple[Catalog, str | None]:
     if not indexes:
         raise CheckpointError("; ".join(reasons))
     index = max(indexes, key=lambda found: found.serial)
-    return catalog_of(index), index.param_dtype
+    return catalog_of(index), index
 
 
 def _catalog_to(catalog: Catalog) -> dict[str, Any]:
@@ -285,7 +285,10 @@ def export(
     target = os.path.abspath(os.fspath(directory))
     if isinstance(source, (str, os.PathLike)):
         path = os.path.abspath(os.fspath(source))
-        _write(target, file_nbytes, *_from_folder(path, dtype))
+        tensors, write, config = _from_folder(path, dtype)
+        _write(target, file_nbytes, tensors, write)
+        if config is not None:
+            _write_json(target, "config.json", config)
         return
     shards = getattr(source, "shards", None)
     if shards is None:
@@ -300,10 +303,20 @@ def export(
 _Writer = Callable[[str, str, tuple[_Tensor, ...], dict[str, str]], None]
 
 
-def _from_folder(path: str, dtype: str | None) -> tuple[list[_Tensor], _Writer]:
-    catalog, compute = _open_folder(path)
+def _from_folder(
+    path: str, dtype: str | None
+) -> tuple[list[_Tensor], _Writer, dict[str, Any] | None]:
+    catalog, index = _open_folder(path)
+    compute = None if index is None else index.param_dtype
     tensors: list[_Tensor] = []
-    for name, (shape, stored) in _whole_tensors(catalog).items():
+    there = _whole_tensors(catalog)
+    # In the order of the model where it is known, so that a checkpoint gives what its model gave.
+    names = list(there) if index is None else [p.name for p in index.parameters]
+    lost = [name for name in names if name not in there]
+    if lost:
+        raise CheckpointError(f"{catalog.folder}: no file holds {first_of(lost)}")
+    for name in names:
+        shape, stored = there[name]
         if stored not in _SHORT:
             raise CheckpointError(
                 f"{catalog.folder}: {name} is {stored}, not a floating-point type"
@@ -313,7 +326,10 @@ def _from_folder(path: str, dtype: str | None) -> tuple[list[_Tensor], _Writer]:
     def write(folder: str, name: str, part: tuple[_Tensor, ...], metadata: dict[str, str]) -> None:
         _core.catalog_export(catalog.core, folder, name, part, metadata)
 
-    return tensors, write
+    config = None if index is None else index.model
+    if config is not None:
+        config = {**config, "torch_dtype": dtype or compute}
+    return tensors, write, config
 
 
 def _from_shards(shards: Shards, dtype: str | None) -> tuple[list[_Tensor], _Writer]:
@@ -369,15 +385,26 @@ def _write(target: str, file_nbytes: int, tensors: list[_Tensor], write: _Writer
         if len(files) > 1:
             places = {t[0]: name for name, part in zip(names, files, strict=True) for t in part}
             content = {"metadata": {"total_size": total}, "weight_map": places}
-            with open(os.path.join(target, index), "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=2)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_json(target, index, content)
         _replace(target, names, hidden, index if len(files) > 1 else None)
     finally:
         for name in [*hidden, index]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(target, name))
+
+
+def _write_json(target: str, name: str, content: dict[str, Any]) -> None:
+    hidden = os.path.join(target, f".{name}.{os.getpid()}")
+    try:
+        with open(hidden, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2, sort_keys=True)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(hidden, os.path.join(target, name))
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(hidden)
 
 
 def _replace(target: str, names: list[str], hidden: list[str], index: str | None) -> None:

@@ -70,6 +70,8 @@ class Index:
     files: tuple[tuple[str, int, bytes], ...]
     moments_dtype: str | None
     param_dtype: str
+    #: config.json of the model, where the target that was saved has one.
+    model: dict[str, Any] | None
     optimizer: dict[str, Any] | None
     users: tuple[Any, ...]
     raw: dict[str, Any]
@@ -241,6 +243,7 @@ def parse_index(folder: str, text: bytes) -> Index:
         files=files,
         moments_dtype=read.take("moments_dtype", str, type(None)),
         param_dtype=read.take("param_dtype", str),
+        model=read.take("model", dict, type(None)),
         optimizer=read.take("optimizer", dict, type(None)),
         users=tuple(users),
         raw=read.values,

@@ -204,7 +204,8 @@ def save(
         blocks = _core.shards_save(shards._core, begun["hidden"], moments)
         text = b""
         if world.rank == 0:
-            text = write_index(_index_of(shards, optimizer, begun["serial"], step, users, blocks))
+            values = _index_of(shards, optimizer, begun["serial"], step, users, blocks)
+            text = write_index({**values, "model": _model_of(target, shards)})
         _core.io_commit(world._core, begun["hidden"], begun["final"], parent, text)
     if keep is not None:
         on_first(world, lambda: _prune(parent, keep))
@@ -324,6 +325,12 @@ def _index_of(
             for rank, (nbytes, crcs) in enumerate(blocks)
         ],
     }
+
+
+def _model_of(target: Any, shards: Shards) -> dict[str, Any] | None:
+    """The config.json of a target that has one: an export then needs the checkpoint alone."""
+    to_hf = getattr(getattr(target, "config", None), "to_hf", None)
+    return None if to_hf is None else to_hf(dtype=shards.policy.precision.param)
 
 
 def _machine() -> dict[str, Any]:

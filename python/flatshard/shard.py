@@ -432,7 +432,7 @@ class Shards:
         """
         p = self.index(name)
         kind = self._kind(what)
-        value = np.ascontiguousarray(array)
+        value = np.asarray(array, order="C")  # a scalar stays one
         if value.shape != self.parameters[p].shape:
             raise ValueError(f"{name}: shape {value.shape}, expected {self.parameters[p].shape}")
         with self.storing() as store:

@@ -293,7 +293,7 @@ test_damage(void)
     flip(folder, 0, 2, 20); /* a header */
     run_ranks(2, load_body, &c);
     CHECK(c.got[0] == FS_ECORRUPT && c.got[1] == FS_ECORRUPT, "%d %d", (int)c.got[0], (int)c.got[1]);
-    CHECK(strstr(c.words[1], "header is damaged (rank 0)") != NULL, "%s", c.words[1]);
+    CHECK(strstr(c.words[1], "block 0 is damaged: header, ") != NULL, "%s", c.words[1]);
     flip(folder, 0, 2, 20);
     c.expected = FS_OK;
     run_ranks(2, load_body, &c);

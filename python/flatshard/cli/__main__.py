@@ -17,14 +17,14 @@ COMMANDS = {
     "sample": "let a trained model write",
     "plan": "the memory of a run, before anything is allocated",
     "launch": "start a script on every rank of this machine",
+    "fsck": "check the checkpoints of a run, and name what is damaged",
+    "export": "a checkpoint's weights as a Hugging Face folder",
     "env": "this machine, as flatshard sees it",
 }
 # Commands that people look for and that are not there yet: refused by name.
 LATER = {
     "demo": "train, kill, resume and damage in one minute",
     "config": "check or write FSDP, DeepSpeed and Accelerate configurations",
-    "fsck": "check a checkpoint",
-    "export": "a checkpoint as a Hugging Face folder; flatshard train ends with one",
     "convert": "read the checkpoints of other systems",
     "bench": "measure this machine; meanwhile python -m benchmarks does in a clone",
 }
