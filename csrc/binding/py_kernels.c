@@ -6,6 +6,7 @@
 
 #include "../base/cpu.h"
 #include "../base/threads.h"
+#include "../device/cpu_ops.h"
 #include "../device/device.h"
 
 typedef struct kernels_object {
@@ -495,6 +496,48 @@ done:
     Py_RETURN_NONE;
 }
 
+// ---- stream -------------------------------------------------------------------------------------
+
+static PyObject *
+kernels_stream(PyObject *object, PyObject *args)
+{
+    const fs_exec *exec = &((kernels_object *)object)->exec;
+    PyObject *arrays;
+    Py_ssize_t reads, updates, taken = 0;
+    fs_buffer x[FS_SOURCES_MAX];
+    uint32_t *data[FS_SOURCES_MAX], mixed = 0;
+    unsigned int mask;
+    if (!PyArg_ParseTuple(args, "O!nnI:stream", &PyTuple_Type, &arrays, &reads, &updates, &mask)) {
+        return NULL;
+    }
+    Py_ssize_t arrays_n = PyTuple_GET_SIZE(arrays);
+    fs_status st = FS_OK;
+    if (arrays_n < 1 || arrays_n > FS_SOURCES_MAX || reads < 0 || updates < 0 ||
+        reads > arrays_n - updates) {
+        st = FS_FAIL(FS_EINVAL, "%zd arrays, %zd read, %zd updated", arrays_n, reads, updates);
+    }
+    for (; st == FS_OK && taken < arrays_n; taken++) {
+        PyObject *item = PyTuple_GET_ITEM(arrays, taken);
+        if (fs_buffer_take_dtype(item, "arrays", taken >= reads, FS_F32, &x[taken]) < 0) {
+            goto done;
+        }
+        data[taken] = x[taken].data;
+        st = same_length(&x[0], &x[taken], "an array");
+    }
+    if (st == FS_OK) {
+        fs_stream stream = {.arrays = data, .arrays_n = (size_t)arrays_n, .read_n = (size_t)reads,
+                            .update_n = (size_t)updates, .mask = mask, .n = x[0].n};
+        FS_OPERATE(mixed = fs_cpu_stream(exec, &stream));
+    } else {
+        (void)fs_raise(st, NULL);
+    }
+done:
+    while (taken-- > 0) {
+        fs_buffer_drop(&x[taken]);
+    }
+    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLong(mixed);
+}
+
 // ---- the type -----------------------------------------------------------------------------------
 
 static PyObject *
@@ -531,6 +574,9 @@ static PyMethodDef methods[] = {
      "\n--\n\nOne optimizer step; scalars are rounded to fp32."},
     {"gemm", FS_KEYWORDS(kernels_gemm),
      "gemm($self, c, a, b, *, trans_a=False, trans_b=False, add=False)\n--\n\nc = a b (+ c)."},
+    {"stream", kernels_stream, METH_VARARGS,
+     "stream($self, arrays, reads, updates, mask, /)\n--\n\n"
+     "Reads the first arrays, flips bits of the next, writes mask to the rest."},
     {NULL, NULL, 0, NULL},
 };
 

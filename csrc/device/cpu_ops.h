@@ -15,4 +15,16 @@ extern const fs_device fs_device__neon;
 void
 fs_cpu_gemm(const fs_exec *exec, const fs_gemm *gemm);
 
+/* Touches arrays of n 4-byte elements as an operation would: reads the first read_n, reads and writes
+ * the next update_n (flipping the bits of mask, which may be 0), writes mask to the rest. For
+ * benchmarks. Returns all that was read, mixed. */
+typedef struct fs_stream {
+    uint32_t *const *arrays;
+    size_t arrays_n, read_n, update_n;
+    uint32_t mask;
+    size_t n;
+} fs_stream;
+uint32_t
+fs_cpu_stream(const fs_exec *exec, const fs_stream *stream);
+
 #endif

@@ -1,4 +1,5 @@
 // sanitizers: tsan
+// flavours: neon
 /* The device table: equal golden bits on every instruction set and for any number of threads, and no
  * access beyond an array (arrays are as small as their elements: the address sanitizer looks on).
  *

@@ -1,5 +1,5 @@
 // sanitizers: tsan
-// flavours: threads
+// flavours: threads neon
 /* The pool: every task once, whatever the number of threads; lazy, quiet in a forked child, with our
  * floating-point state in every thread. */
 #include <pthread.h>

@@ -208,3 +208,16 @@ def test_combine(kernels: _core.Kernels, rng: np.random.Generator) -> None:
                 ), (dtype, n, name)
     with pytest.raises(ValueError, match="op is 'mean'"):
         kernels.combine("mean", np.zeros(1), np.zeros(1))
+
+
+def test_stream_touches_what_it_says(kernels: _core.Kernels, rng: np.random.Generator) -> None:
+    """The memory bound of benchmarks reads and writes every element."""
+    for n in (1, 1023, 70001):
+        a, b, c = (normal(rng, n) for _ in range(3))
+        old_a, old_b = a.copy(), b.copy()
+        mixed_bits = kernels.stream((a, b, c), 1, 1, 1 << 31)
+        assert mixed_bits == int(np.bitwise_xor.reduce(a.view(np.uint32)))
+        assert same_bits(a, old_a) and same_bits(b, -old_b)
+        assert (c.view(np.uint32) == 1 << 31).all()
+    with pytest.raises(ValueError, match="1 arrays, 2 read, 0 updated"):
+        kernels.stream((a,), 2, 0, 0)
