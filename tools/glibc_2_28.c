@@ -9,19 +9,18 @@
 #define STAT_VERSION 0
 #endif
 
-#define HIDDEN __attribute__((visibility("hidden")))
+/* name(where, out) as glibc 2.28 has it, for struct type. */
+#define OLD_STAT(name, old, where_type, type)                              \
+    int old(int version, where_type where, struct type *out);              \
+    __attribute__((visibility("hidden"))) int                              \
+    name(where_type where, struct type *out)                               \
+    {                                                                      \
+        return old(STAT_VERSION, where, out);                              \
+    }
 
-int __fxstat(int version, int fd, struct stat *out);
-int __xstat(int version, const char *path, struct stat *out);
-
-HIDDEN int
-fstat(int fd, struct stat *out)
-{
-    return __fxstat(STAT_VERSION, fd, out);
-}
-
-HIDDEN int
-stat(const char *path, struct stat *out)
-{
-    return __xstat(STAT_VERSION, path, out);
-}
+OLD_STAT(fstat, __fxstat, int, stat)
+OLD_STAT(stat, __xstat, const char *, stat)
+OLD_STAT(lstat, __lxstat, const char *, stat)
+OLD_STAT(fstat64, __fxstat64, int, stat64)
+OLD_STAT(stat64, __xstat64, const char *, stat64)
+OLD_STAT(lstat64, __lxstat64, const char *, stat64)
