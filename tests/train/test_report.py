@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
+import struct
+import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -98,6 +103,41 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     assert "SKIPPED (nonfinite)" in lines[4]
     assert Display(40, 0, on=False).step(report(1), 1.0, 1.0) is None
     assert capsys.readouterr().out == ""
+
+
+def test_a_bar_in_a_terminal(tmp_path: Path) -> None:
+    """In a pseudo-terminal with a size the steps go to a bar; in one without, to lines."""
+    program = (
+        "from flatshard.models.report import Display, StepReport\n"
+        "d = Display(4, 0)\n"
+        "for i in range(1, 5):\n"
+        "    d.step(StepReport(step=i, steps=4, loss=2.5, grad_norm=0.7, lr=1e-3, applied=True,\n"
+        "        reason='applied', tokens=i, tokens_per_second=9.0, step_ms=1.0, mfu=0.5,\n"
+        "        memory=10), 9.0, 0.5)\n"
+        "d.note('a line')\n"
+        "d.close()\n"
+    )
+    for rows, columns, bar in ((40, 120, True), (0, 0, False)):
+        master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        with subprocess.Popen(
+            [sys.executable, "-c", program], stdin=slave, stdout=slave, stderr=slave
+        ) as process:
+            os.close(slave)
+            text = b""
+            while True:
+                try:
+                    piece = os.read(master, 4096)
+                except OSError:  # the other end is closed
+                    break
+                if not piece:
+                    break
+                text += piece
+            assert process.wait(60) == 0, text
+        os.close(master)
+        assert (b"4/4 [" in text) == bar
+        assert (b"step     4/4  loss 2.500" in text) != bar
+        assert b"a line" in text
 
 
 def test_sizes() -> None:

@@ -142,7 +142,7 @@ class Meter:
 
 
 class Display:
-    """A bar where standard error is a terminal, else plain lines on standard output.
+    """A bar where standard error is a terminal with a size, else plain lines on standard output.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class Display:
         self._every = max(1, steps // 20)
         self._first = done + 1
         self._bar: Any = None
-        if on and sys.stderr.isatty():
+        if on and _is_screen(sys.stderr):
             from tqdm import tqdm
 
             self._bar = tqdm(
@@ -195,6 +195,14 @@ class Display:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _is_screen(stream: Any) -> bool:
+    """Is this a terminal with room for a bar? Some say they are one and have no size."""
+    try:
+        return bool(stream.isatty()) and min(os.get_terminal_size(stream.fileno())) > 0
+    except (OSError, ValueError):
+        return False
 
 
 def size(nbytes: float) -> str:

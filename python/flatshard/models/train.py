@@ -227,6 +227,7 @@ class _Run:
         self.display = Display(config.steps, self.step, on=self.first_rank)
         self.say_what()
         interrupted = self.loop()
+        self.display.close()
         self.save()
         return self.finish(interrupted)
 
