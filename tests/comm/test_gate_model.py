@@ -1,9 +1,9 @@
 """An exhaustive model of the fence: every interleaving, with a death or a deadline at any step.
 
-A rank writes its record for fence k, counts itself in, then looks: the gate has moved, or all are in
-(it may move the gate to k + 1), or it gives up (it may move the gate to "k aborted"). Moves of the
-gate are one compare-and-swap. Shown for 2 and 3 ranks over 3 fences: no fence has two verdicts, nobody
-reads a stale or overwritten record, and who waits can always go on or give up.
+A rank writes its record for fence k, counts itself in, then looks: the gate has moved, or all are
+in (it may move the gate to k + 1), or it gives up (it may move the gate to "k aborted"). Moves of
+the gate are one compare-and-swap. Shown for 2 and 3 ranks over 3 fences: no fence has two verdicts,
+nobody reads a stale or overwritten record, and who waits can always go on or give up.
 """
 
 from collections.abc import Iterator
@@ -103,6 +103,6 @@ def test_the_gate_never_has_two_verdicts(size: int, states: int) -> None:
 
 
 def test_one_record_slot_would_not_do() -> None:
-    """The model sees a fault that is planted: with one slot a fast rank overwrites what others read."""
+    """A planted fault is seen: with one slot a fast rank overwrites what others still read."""
     with pytest.raises(AssertionError):
         explore(2, 0)
