@@ -22,6 +22,10 @@ fs_isa_choose(fs_isa *out);
 /* Processors this process may use: the affinity mask, capped by the cgroup's CPU quota; >= 1. */
 unsigned fs_cpu_count(void);
 
+/* The cap alone: processors that the quotas allow of the control groups listed in the file groups
+ * (/proc/self/cgroup) and of those above them, in the hierarchy at mount; rounded up; 0: no quota. */
+unsigned fs_cpu_quota(const char *groups, const char *mount);
+
 /* Saved floating-point control word (MXCSR, FPCR). */
 typedef uint64_t fs_fp_state;
 

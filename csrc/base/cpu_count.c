@@ -38,7 +38,7 @@ quota_cpus(long long quota, long long period)
 static unsigned
 group_limit(const char *folder)
 {
-    char path[1200], text[128];
+    char path[2100], text[128];
     long long quota, period;
     (void)snprintf(path, sizeof path, "%s/cpu.max", folder);
     if (read_text(path, text, sizeof text)) {
@@ -66,7 +66,7 @@ smaller_limit(unsigned a, unsigned b)
 static unsigned
 limit_up_the_tree(const char *mount, const char *group)
 {
-    char folder[1100];
+    char folder[2000];
     unsigned limit = 0;
     size_t root = strlen(mount);
     (void)snprintf(folder, sizeof folder, "%s%s", mount, group);
@@ -80,15 +80,16 @@ limit_up_the_tree(const char *mount, const char *group)
     }
 }
 
-/* Lines of /proc/self/cgroup: "0::/path" (version 2), "4:cpu,cpuacct:/path" (version 1). */
-static unsigned
-cgroup_limit(void)
+/* Lines of groups: "0::/path" (version 2), "4:cpu,cpuacct:/path" (version 1). */
+unsigned
+fs_cpu_quota(const char *groups, const char *mount)
 {
-    char text[4096], *rest = NULL;
+    char text[4096], version1[1000], *rest = NULL;
     unsigned limit = 0;
-    if (!read_text("/proc/self/cgroup", text, sizeof text)) {
+    if (!read_text(groups, text, sizeof text) || strlen(mount) > 900) {
         return 0;
     }
+    (void)snprintf(version1, sizeof version1, "%s/cpu", mount);
     for (char *line = strtok_r(text, "\n", &rest); line != NULL; line = strtok_r(NULL, "\n", &rest)) {
         char *controllers = strchr(line, ':');
         char *group = controllers != NULL ? strchr(controllers + 1, ':') : NULL;
@@ -98,9 +99,9 @@ cgroup_limit(void)
         *group++ = '\0';
         controllers++;
         if (controllers[0] == '\0') {
-            limit = smaller_limit(limit, limit_up_the_tree("/sys/fs/cgroup", group));
+            limit = smaller_limit(limit, limit_up_the_tree(mount, group));
         } else if (strstr(controllers, "cpu") != NULL && strstr(controllers, "cpuset") == NULL) {
-            limit = smaller_limit(limit, limit_up_the_tree("/sys/fs/cgroup/cpu", group));
+            limit = smaller_limit(limit, limit_up_the_tree(version1, group));
         }
     }
     return limit;
@@ -124,11 +125,20 @@ affinity_cpus(void)
 unsigned
 fs_cpu_count(void)
 {
-    unsigned cpus = smaller_limit(affinity_cpus(), cgroup_limit());
+    unsigned quota = fs_cpu_quota("/proc/self/cgroup", "/sys/fs/cgroup");
+    unsigned cpus = smaller_limit(affinity_cpus(), quota);
     return cpus == 0 ? 1 : cpus;
 }
 
 #else
+
+unsigned
+fs_cpu_quota(const char *groups, const char *mount)
+{
+    (void)groups;
+    (void)mount;
+    return 0;
+}
 
 unsigned
 fs_cpu_count(void)

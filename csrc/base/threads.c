@@ -44,9 +44,11 @@ struct fs_pool {
 /* A task that calls fs_parallel itself runs that serially. */
 static _Thread_local bool inside_task;
 
-/* How often an idle worker looks for the next job before it sleeps: operations of a step follow each
- * other within microseconds, and a wake-up costs more than that. */
-#define FS_POOL_SPINS 2000u
+/* How often, at most, an idle worker looks for the next job before it sleeps: about 5 us. Operations
+ * of a step follow each other within microseconds, and a wake-up costs more than that; but where
+ * there are more threads than processors, looking takes time from those who work. So the number is
+ * halved when nothing came, and doubled when something did. */
+#define FS_POOL_SPINS_MAX 128u
 
 static inline void
 relax(void)
@@ -76,13 +78,26 @@ run_tasks(fs_pool *pool, fs_task task, void *ctx, size_t n)
     return ran;
 }
 
+/* Looks for a job newer than seen; returns how often to look the next time. */
+static unsigned
+await_job(fs_pool *pool, uint64_t seen, unsigned spins)
+{
+    for (unsigned i = 0; i < spins; i++) {
+        if (atomic_load_explicit(&pool->job_seen, memory_order_relaxed) != seen) {
+            return spins < FS_POOL_SPINS_MAX / 2 ? spins * 2 : FS_POOL_SPINS_MAX;
+        }
+        relax();
+    }
+    return spins > 1 ? spins / 2 : 1;
+}
+
 static void *
 worker_main(void *opaque)
 {
     fs_pool *pool = opaque;
     uint64_t seen = 0;
     bool used = false;
-    unsigned spins = pool->threads <= fs_cpu_count() ? FS_POOL_SPINS : 0;
+    unsigned spins = FS_POOL_SPINS_MAX;
     (void)fs_fp_enter();
     (void)pthread_mutex_lock(&pool->lock);
     for (;;) {
@@ -109,12 +124,7 @@ worker_main(void *opaque)
             (void)pthread_cond_signal(&pool->done);
         }
         (void)pthread_mutex_unlock(&pool->lock);
-        for (unsigned i = 0; i < spins; i++) {
-            if (atomic_load_explicit(&pool->job_seen, memory_order_relaxed) != seen) {
-                break;
-            }
-            relax();
-        }
+        spins = await_job(pool, seen, spins);
         (void)pthread_mutex_lock(&pool->lock);
     }
     (void)pthread_mutex_unlock(&pool->lock);
