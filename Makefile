@@ -12,7 +12,10 @@ PY := $(VENV)/bin/python
 # What make train runs; RANKS, OUT and TRAIN_ARGS may be given on the command line.
 RANKS ?= 2
 OUT ?= runs/train
-TRAIN_ARGS ?= small --data stdlib -n $(RANKS) --stage 3 --precision bf16
+# Half a thousand tokens a rank and step fill the matrix products; 700 such steps are some three
+# minutes of two cores.
+TRAIN_ARGS ?= small --data stdlib -n $(RANKS) --stage 3 --precision bf16 \
+    --batch 4 --length 128 --steps 700 --lr 2e-3
 
 # Extra arguments of pytest: make test ARGS="-k collectives -x"
 ARGS ?=
@@ -44,6 +47,11 @@ environment: $(VENV)/made
 
 test-environment: $(VENV)/with-tests $(if $(filter 0,$(TORCH)),,$(VENV)/with-torch)
 
+# What draws the loss curve; a run without it says so in a line.
+$(VENV)/with-plot: $(VENV)/made
+	@sh tools/venv.sh install $(VENV) "matplotlib>=3.7"
+	@touch $@
+
 # The extension itself: setup.py compiles what changed, and says the cure for what is missing.
 build: environment
 	@$(PY) setup.py -q build_ext --inplace
@@ -51,7 +59,7 @@ build: environment
 
 # ---- the two commands ---------------------------------------------------------------------------
 
-train: build
+train: build $(VENV)/with-plot
 	$(PY) -m flatshard.cli train $(TRAIN_ARGS) --out "$(OUT)" $(ARGS)
 
 test: build test-environment

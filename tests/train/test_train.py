@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -328,6 +329,31 @@ def test_unknown_model(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     config = config_of(corpus, tmp_path / "run", model="smal")
     assert main(words_of(config)) == 2
     assert "small" in capsys.readouterr().err
+
+
+def test_folders_are_trained_further_or_refused(
+    corpus: Path, tmp_path: Path, straight: TrainResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert straight.model is not None and straight.eval_loss is not None
+    further = train(config_of(corpus, tmp_path / "further", model=str(straight.model), steps=2))
+    assert further.loss_first == pytest.approx(straight.eval_loss, abs=0.6)  # not from scratch
+
+    broken = tmp_path / "broken"
+    shutil.copytree(straight.model, broken)
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[:-1000])
+    for words in (["-n", "2"], []):
+        config = config_of(corpus, tmp_path / "run", model=str(broken))
+        with Command(words_of(config, *words)) as command:
+            assert command.end() == 1, command.output
+        assert "model.safetensors" in command.output and "Traceback" not in command.output
+
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "gpt2", "n_embd": 8}')
+    assert main(words_of(config_of(corpus, tmp_path / "run", model=str(other)))) == 2
+    assert "gpt2" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_vocabulary_smaller_than_a_token(

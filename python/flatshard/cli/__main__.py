@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"flatshard {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except (FlatshardError, OSError) as error:
-        print(f"flatshard {command}: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "") if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        where = f" (rank {rank})" if rank else ""
+        print(f"flatshard {command}{where}: {error}", file=sys.stderr)
         return BAD_USAGE if isinstance(error, ConfigError) else 1
 
 
