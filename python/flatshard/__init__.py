@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import schedule
+from ._later import LATER, sentence
 from ._version import __version__
 from .errors import (
     CheckpointError,
@@ -81,6 +82,8 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(_LAZY[name], __name__)
         globals()[name] = module
         return module
+    if name in LATER:
+        raise AttributeError(sentence(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

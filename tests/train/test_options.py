@@ -37,8 +37,8 @@ pytestmark = pytest.mark.quick
         ("stage", 4, "stage 4: expected one of 0, 1, 2, 3"),
         (
             "precision",
-            "fp16",
-            "precision 'fp16' is not there yet; choose one of fp32, bf16, bf16-pure",
+            "fp8",
+            "precision 'fp8' is not there yet; choose one of fp32, bf16, bf16-pure",
         ),
         ("precision", "fp64", "precision 'fp64': expected one of fp32, bf16, bf16-pure"),
         ("gather", "auto?", "gather 'auto\\?': expected one of auto, view, copy"),

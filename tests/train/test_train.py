@@ -307,7 +307,7 @@ def test_second_ctrl_c_ends_at_once(corpus: Path, tmp_path: Path) -> None:
         (["--batch", "0"], "batch 0: expected at least 1"),
         (["--data", "nowhere.txt"], "data 'nowhere.txt': no such file or folder"),
         (["--length", "100000"], "shorter than one sequence"),
-        (["--precision", "fp16"], "'fp16' is not there yet"),
+        (["--precision", "fp8"], "'fp8' is not there yet"),
         (["-n", "0"], "-n 0: expected at least 1 rank"),
         (["--resume"], "nothing to resume"),
     ],

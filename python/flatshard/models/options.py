@@ -9,19 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
+from ..policy import PRESETS
 
 __all__ = ["TrainConfig"]
 
 _CHOICES = {
     "stage": (0, 1, 2, 3),
-    "precision": ("fp32", "bf16", "bf16-pure"),
+    "precision": tuple(PRESETS),
     "gather": ("auto", "view", "copy"),
     "partition": ("flat", "per_parameter"),
     "optimizer": ("adamw", "adam", "sgd"),
     "schedule": ("constant", "linear", "cosine"),
 }
 _LATER = {
-    "precision": ("fp16", "fp8"),
+    "precision": ("fp8",),
     "optimizer": ("lion", "adagrad", "lamb", "muon"),
 }
 SAVE_SIGNALS = ("SIGTERM", "SIGUSR1")

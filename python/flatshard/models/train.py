@@ -396,7 +396,7 @@ class _Run:
             loss = model.forward_backward(inputs, targets)
             sums[0] += loss.local * loss.tokens
             sums[1] += loss.tokens
-        lr = self.rate(self.step)
+        lr = self.rate(self.optimizer.steps_applied)  # a skipped step moves no schedule
         result = self.optimizer.step(max_norm=config.max_norm or None, lr=lr)
         asked = self.asked.signal
         sums[2:] = asked == signals.SIGINT, asked not in (0, signals.SIGINT)

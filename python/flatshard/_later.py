@@ -1,0 +1,23 @@
+"""What people look for and this version does not have: refused by name, in one place."""
+
+from __future__ import annotations
+
+__all__ = ["LATER", "sentence"]
+
+_OPTIMIZERS = "this version has SGD, Adam and AdamW"
+
+#: Public names to what serves meanwhile.
+LATER = {
+    "torch": "shard arrays of your own with flatshard.shard, or train flatshard.models.Llama",
+    "hf": "flatshard.models.Llama reads and writes Hugging Face folders",
+    "config": "say it with flatshard.Sharding and a preset of precision",
+    "Lion": _OPTIMIZERS,
+    "Adagrad": _OPTIMIZERS,
+    "LAMB": _OPTIMIZERS,
+    "Muon": _OPTIMIZERS,
+}
+
+
+def sentence(name: str) -> str:
+    """Says that flatshard.NAME is not there yet, and what is."""
+    return f"flatshard.{name} is not there yet: {LATER[name]}"
