@@ -109,6 +109,9 @@ fs_shards_set_loss_scale(fs_shards *shards, double scale)
     if (scale < 0.0 || !isfinite(scale) || (scale > 0.0 && frexp(scale, &exponent) != 0.5)) {
         return FS_FAIL(FS_EINVAL, "a loss scale of %g: expected a power of two", scale);
     }
+    if (scale == shards->loss_scale) {
+        return FS_OK; /* an optimizer made after the first backward changes nothing */
+    }
     if (shards->rounds > 0 || shards->cursor > 0 || shards->agreed) {
         return FS_FAIL(FS_ESTATE, "rank %d: the loss scale changes in the middle of a step", shards->rank);
     }
