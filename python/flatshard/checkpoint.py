@@ -191,6 +191,14 @@ def save(
         raise ValueError(f"keep={keep}: expected at least 1, or None to keep all")
     world = shards.world
     parent = os.path.abspath(os.fspath(directory))
+    try:
+        shards._core.check_whole()  # local: only a job that is over for everyone leaves a torn step
+    except RuntimeError as error:
+        good = steps(parent)
+        last = (
+            f"the last good checkpoint there is of step {good[0]}" if good else "there is none yet"
+        )
+        raise RuntimeError(f"{error}; not saved to {parent}: {last}") from None
     told = exchange(world, lambda: _local_part(step, user))
     if any(each["step"] != step for each in told):
         steps_told = ", ".join(str(each["step"]) for each in told)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import small
 
-from flatshard import checkpoint
+from flatshard import _core, checkpoint
 from flatshard.errors import CheckpointError, WorldError
 from flatshard.optim import SGD, AdamW
 from flatshard.shard import shard
@@ -292,6 +292,42 @@ def test_bad_arguments_raise_on_every_rank(tmp_path) -> None:
 
     local_world(2).run(body)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_torn_model_is_not_saved(tmp_path) -> None:
+    """A fault in a step's last wait leaves some weights new and some old: save says no."""
+    torn: list[int] = []
+
+    def body(world, nth):
+        shards = small.build(world)
+        opt = small.optimizer(shards)
+        checkpoint.save(tmp_path, shards, opt, step=1, keep=1)
+        world.barrier()
+        if world.rank == 0:
+            _core.wait_fault_at(nth, 3)
+        try:
+            small.step(shards, opt, 2)
+        except (WorldError, KeyboardInterrupt):
+            try:
+                shards._core.check_whole()
+            except RuntimeError:
+                torn.append(nth)
+                with pytest.raises(RuntimeError, match="last good checkpoint there is of step 1"):
+                    checkpoint.save(tmp_path, shards, opt, step=2)
+            raise
+
+    for nth in range(1, 60):
+        try:
+            local_world(2).run(body, nth)
+        except (WorldError, KeyboardInterrupt):
+            continue
+        finally:
+            _core.wait_fault_at(0, 0)
+        break
+    else:
+        pytest.fail("every step was interrupted")
+    assert torn, "no fault fell into the last waits of a step"
+    assert checkpoint.steps(tmp_path) == [1]
 
 
 def test_a_rank_that_ends_ends_the_save_of_the_others(tmp_path) -> None:
