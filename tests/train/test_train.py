@@ -175,6 +175,18 @@ def test_reschedule_goes_further(corpus: Path, tmp_path: Path) -> None:
     assert result.steps == 6
 
 
+def test_resume_on_other_ranks_and_stage(corpus: Path, tmp_path: Path) -> None:
+    """The same global batches on one rank as on two: the same data, close results."""
+    config = config_of(corpus, tmp_path / "run", precision="fp32", save_every=4, sample_tokens=0)
+    straight = run_threads(config, 2)[0]
+    shutil.rmtree(tmp_path / "run" / "step-000008")
+    again = dataclasses.replace(config, batch=4, stage=1, resume=True, reschedule=True)
+    ended = train(again)
+    assert ended.steps == 8 and ended.world_size == 1
+    assert ended.loss_last == pytest.approx(straight.loss_last, rel=1e-5)
+    assert ended.eval_loss == pytest.approx(straight.eval_loss, rel=1e-5)
+
+
 def test_another_run_is_refused(corpus: Path, tmp_path: Path) -> None:
     config = config_of(corpus, tmp_path / "run", steps=2, sample_tokens=0)
     train(config)
@@ -271,6 +283,7 @@ def test_ctrl_c_saves_and_resume_goes_on(
             command.process.send_signal(signal.SIGINT)
         assert command.end() == 130, command.output
         assert "the job is over" not in command.output
+        assert "the same command with --resume goes on" in command.output
     stopped = json.loads(file.read_text())
     assert stopped["error"] == f"stopped by SIGINT after step {stopped['steps']}"
     assert (tmp_path / "run" / f"step-{stopped['steps']:06}" / "index.json").is_file()

@@ -145,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         run,
         "--reschedule",
-        "with --resume: allow other --steps, --lr, --warmup, --schedule",
+        "with --resume: allow other --steps, --lr, --warmup, --schedule, --batch, --accumulate",
         action="store_true",
     )
     add(

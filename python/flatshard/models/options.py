@@ -73,8 +73,8 @@ class TrainConfig:
     eval_every, eval_sequences : int
         Steps between evaluations (0: only the last), and held-out sequences of each.
     resume, reschedule : bool
-        Go on from the newest checkpoint in ``out``; allow other steps, lr, warm-up or schedule
-        then.
+        Go on from the newest checkpoint in ``out``, on any number of ranks and at any stage; allow
+        other steps, lr, warm-up, schedule, batch or accumulation then.
     save_on : tuple of str
         Signals that end the run as Ctrl-C does, but with exit status 0 and a file ``stopped.json``.
     json : str, optional
@@ -94,13 +94,13 @@ class TrainConfig:
     cache: str | None = _free(None)
     holdout: float = 0.05
     seed: int = 0
-    stage: int = 3
-    gather: str = "auto"
-    partition: str = "flat"
+    stage: int = _free(3)
+    gather: str = _free("auto")
+    partition: str = _free("flat")
     precision: str = "fp32"
-    batch: int = 8
+    batch: int = _rescheduled(8)
     length: int = 256
-    accumulate: int = 1
+    accumulate: int = _rescheduled(1)
     steps: int = _rescheduled(500)
     optimizer: str = "adamw"
     lr: float = _rescheduled(1e-3)
@@ -110,7 +110,7 @@ class TrainConfig:
     max_norm: float = 1.0
     warmup: int | None = _rescheduled(None)
     schedule: str = _rescheduled("cosine")
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = _free(False)
     threads: int | None = _free(None)
     save_every: int = _free(200)
     keep: int = _free(2)
@@ -188,8 +188,8 @@ class TrainConfig:
     def check_resume(self, before: Mapping[str, Any]) -> None:
         """Raises ConfigError if this run would not be the one whose ``to_dict`` was kept.
 
-        What only changes where a run writes and how often it reports may differ, and the schedule
-        where ``reschedule`` allows it.
+        What changes no bit of the result may differ (where a run writes, how it is sharded), and
+        the schedule where ``reschedule`` allows it.
         """
         now = self.to_dict()
         for entry in dataclasses.fields(self):
@@ -199,8 +199,8 @@ class TrainConfig:
             if kind == "reschedule":
                 if not self.reschedule:
                     raise ConfigError(
-                        f"{name} was {before[name]!r} and is now {now[name]!r}: that changes the "
-                        "schedule of the steps to come; say --reschedule if that is meant"
+                        f"{name} was {before[name]!r} and is now {now[name]!r}: that changes "
+                        "the steps to come; say --reschedule if that is meant"
                     )
                 continue
             raise ConfigError(

@@ -496,6 +496,7 @@ class _Run:
             said = draw_loss(folder.metrics, folder.loss)
             if said:
                 self.note(said)
+        self.say_how(interrupted)
         return TrainResult(
             **self.known(),
             weights_sha256=flatshard.weights_sha256(model),
@@ -505,6 +506,22 @@ class _Run:
             model=folder.model if interrupted is None else None,
             sample=sample,
         )
+
+    def say_how(self, interrupted: str | None) -> None:
+        """The last lines: how fast it was, and where everything is."""
+        speed, folder = self.meter.tokens_per_second, self.folder
+        if speed is not None:
+            self.note(
+                f"speed   {speed:,.0f} tokens/s, {self.meter.step_ms:.0f} ms a step (medians), "
+                f"MFU {self.meter.mfu(speed):.0%}"
+            )
+        if interrupted is not None:
+            self.note(
+                f"stopped by {interrupted} after step {self.step} of {self.config.steps}; saved in "
+                f"{self.saved}; the same command with --resume goes on"
+            )
+            return
+        self.note(f"saved   {folder.model} (model), {self.saved} (checkpoint), {folder.metrics}")
 
     def write_sample(self) -> str | None:
         """Lets the model write, and counts the words that its corpus knows."""
