@@ -4,6 +4,8 @@ unit."""
 from __future__ import annotations
 
 import contextlib
+import difflib
+import fnmatch
 import hashlib
 import logging
 import math
@@ -247,7 +249,7 @@ class Unit:
             if p not in self._params:
                 raise KeyError(f"{name} is not a parameter of unit {self.name}")
             parameter = shards.parameters[p]
-            array = np.ascontiguousarray(grad)
+            array = np.ascontiguousarray(_as_array(name, grad))
             if array.shape != parameter.shape and not (parameter.shape == () and array.size == 1):
                 raise ValueError(
                     f"gradient of {name}: shape {array.shape}, expected {parameter.shape}"
@@ -291,6 +293,7 @@ class Shards:
         policy: Policy,
         groups: Sequence[Group] = (),
     ) -> None:
+        check_groups(groups, parameters)
         #: The world that the shards live in.
         self.world = world
         #: Every parameter, in the order of the layout.
@@ -526,6 +529,32 @@ def _take_groups(groups: Mapping[str, Mapping[str, Any]] | None) -> tuple[Group,
     return tuple(taken)
 
 
+def check_groups(groups: Sequence[Group], parameters: Sequence[Parameter]) -> None:
+    """Refuse a pattern that no parameter matches: it is a typing error, and would train with other
+    hyperparameters than were asked for."""
+    names = [name for p in parameters for name in p.names]
+    for group in groups:
+        for pattern in group.match:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+                hint = f"; the nearest name is {near[0]}" if near else ""
+                raise ValueError(f"groups[{group.name!r}]: no parameter matches {pattern!r}{hint}")
+
+
+def _as_array(name: str, value: Any) -> Array:
+    """A float array from anything NumPy understands, or that speaks DLPack on the CPU."""
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        array = np.asarray(value)
+    else:
+        try:
+            array = np.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError, ValueError):
+            array = np.asarray(value)  # bfloat16, which NumPy's DLPack does not know
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name}: dtype {array.dtype}, expected a float dtype")
+    return array
+
+
 def _raw(array: Array) -> memoryview:
     """The bytes of a contiguous array, of any dtype and shape."""
     return memoryview(array.reshape(-1).view(np.uint8).data)
@@ -555,7 +584,8 @@ def shard(
     Parameters
     ----------
     params : mapping of str to ndarray
-        Name to initial value: float arrays of any shape. One array under two names is a tie.
+        Name to initial value: float arrays of any shape, of NumPy or of a library whose arrays it
+        or DLPack can read on the CPU. One array under two names is a tie.
         Copied.
     world : World
         The ranks.
@@ -590,10 +620,7 @@ def shard(
     """
     arrays: dict[str, Array] = {}
     for name, value in params.items():
-        array = np.asarray(value)
-        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-            raise TypeError(f"{name}: dtype {array.dtype}, expected a float dtype")
-        arrays[name] = array
+        arrays[name] = _as_array(name, value)
     unknown = set(frozen) - set(arrays)
     if unknown:
         raise ValueError(f"frozen: no parameter {', '.join(sorted(unknown))}")

@@ -21,6 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from . import _core, _log, _start
 from .errors import ConfigError, WorldError
+from .mesh import Mesh
 
 __all__ = ["Handle", "LocalWorld", "World", "init", "local_world"]
 
@@ -403,6 +404,27 @@ class World:
         if part is None:
             return None
         return World(part, local_rank=self.local_rank, on_close=lambda: None)
+
+    def mesh(self, **axes: int) -> Mesh:
+        """The ranks as a grid with named axes, a world for each. Collective.
+
+        Parameters
+        ----------
+        **axes : int
+            Length of each axis, the last one varying fastest; their product is the size of this
+            world. One may be -1: what is left.
+
+        Returns
+        -------
+        Mesh
+            ``mesh["shard"]`` is the world of the ranks that differ from this one in it alone.
+
+        Raises
+        ------
+        ValueError
+            The lengths do not multiply to the size.
+        """
+        return Mesh(self, axes)
 
     @contextlib.contextmanager
     def first(self) -> Iterator[bool]:

@@ -259,6 +259,36 @@ def test_an_unknown_option_of_a_group_is_named():
     fs.local_world(1).run(rank)
 
 
+def test_a_pattern_that_matches_nothing_names_the_nearest_parameter():
+    def rank(world):
+        with pytest.raises(
+            ValueError, match=r"no parameter matches 'hed\.\*'; the nearest name is head"
+        ):
+            fs.shard({"head.w": np.ones(2, np.float32), "body.w": np.ones(2, np.float32)}, world,
+                     groups={"g": {"match": "hed.*", "lr": 1.0}})  # fmt: skip
+
+    fs.local_world(2).run(rank)
+
+
+@pytest.mark.torch
+def test_arrays_of_other_libraries():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import ml_dtypes
+
+    def rank(world):
+        weight = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+        shards = fs.shard({"w": weight, "v": memoryview(bytearray(8)).cast("f")}, world)
+        opt = fs.SGD(shards, lr=1.0)
+        shards.unit("w").reduce({"w": torch.ones(2, 3)})
+        shards.unit("v").reduce({"v": np.ones(2, ml_dtypes.bfloat16)})
+        opt.step()
+        assert weight[0, 1] == 1.0, "the caller's tensor is not touched"
+        return shards.full("w").tolist(), shards.full("v").tolist()
+
+    want = ([[-1.0, 0.0, 1.0], [2.0, 3.0, 4.0]], [-1.0, -1.0])
+    assert fs.local_world(2).run(rank) == [want, want]
+
+
 def test_rank_0_decides_where_ranks_pass_different_values(caplog):
     def rank(world):
         value = np.full(70, 1.0 + world.rank, np.float32)
