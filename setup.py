@@ -40,6 +40,7 @@ CFLAGS = [
     "-fno-trapping-math",
     "-fvisibility=hidden",
     "-pthread",
+    "-Werror=implicit-function-declaration",  # a function that some Python or libc lacks
 ]
 
 # Flags that would make the linker add start-up code which turns subnormal numbers off for the whole

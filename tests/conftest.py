@@ -4,6 +4,7 @@ Seeds: tests draw from `rng`, whose seed is printed; FLATSHARD_TEST_SEED repeats
 """
 
 import functools
+import importlib.util
 import os
 import pathlib
 import platform
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+LEFT_OUT = pytest.StashKey[list[str]]()
 
 # Python's own helpers, which live as long as this process.
 LASTING = ("resource_tracker", "forkserver")
@@ -40,6 +43,27 @@ def needs_torch(path: pathlib.Path) -> bool:
             re.MULTILINE,
         )
     )
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Leaves out files that import torch or transformers first thing, where they are missing."""
+    if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    found = re.findall(
+        r"^(?:import|from) (torch|transformers)\b", collection_path.read_text(), re.MULTILINE
+    )
+    missing = {name for name in found if importlib.util.find_spec(name) is None}
+    if not missing:
+        return None
+    config.stash.setdefault(LEFT_OUT, []).append(collection_path.name)
+    return True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    left_out = terminalreporter.config.stash.get(LEFT_OUT, [])
+    if left_out:
+        names = ", ".join(sorted(left_out))
+        terminalreporter.write_line(f"left out, for want of torch or transformers: {names}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -118,8 +118,9 @@ def try_wheel(wheel: pathlib.Path) -> None:
         "--precision",
         "bf16",
     ]
-    size = ["--batch", "2", "--length", "64", "--steps", "3", "--warmup", "1", "--out", str(empty / "run")]
-    run(bare / "bin" / "flatshard", *train, *size, cwd=empty, env=environment)
+    size = ["--batch", "2", "--length", "64", "--steps", "3", "--warmup", "1"]
+    train += [*size, "--out", str(empty / "run")]
+    run(bare / "bin" / "flatshard", *train, cwd=empty, env=environment)
     for name in ("config.json", "model.safetensors", "metrics.jsonl"):
         if not any(empty.rglob(name)):
             sys.exit(f"training left no {name}")

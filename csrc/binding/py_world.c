@@ -1,6 +1,7 @@
 /* Jobs and worlds as Python objects: how they begin and end, and what can be asked of them. */
 #include "py_world.h"
 
+#include <frameobject.h> /* PyFrame_GetBack: not in Python.h before 3.11 */
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
