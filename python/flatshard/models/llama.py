@@ -85,7 +85,7 @@ def define(
         parameters.append(Parameter(name, tied, tuple(shape), unit, not hits, group))
     if unused:
         raise ValueError(f"frozen: no parameter matches {', '.join(sorted(unused))}")
-    return parameters, [tuple(unit) for unit in units]
+    return parameters, list(units)
 
 
 def plan_rows(
@@ -526,11 +526,11 @@ def _draw(
 ) -> npt.NDArray[np.int32]:
     """A token for each row of scores."""
     if temperature == 0.0:
-        return np.argmax(scores, axis=-1).astype(np.int32)
+        return np.asarray(np.argmax(scores, axis=-1), dtype=np.int32)
     z = scores.astype(np.float64) / temperature
     z -= z.max(axis=-1, keepdims=True)
     total = np.exp(z).cumsum(axis=-1)
     drawn = rng.random(len(scores)) * total[:, -1]
     # The first place where the running sum exceeds the draw; never past the end.
     places = (total <= drawn[:, None]).sum(axis=-1)
-    return np.minimum(places, scores.shape[1] - 1).astype(np.int32)
+    return np.asarray(np.minimum(places, scores.shape[1] - 1), dtype=np.int32)
