@@ -255,6 +255,25 @@ job_report(PyObject *self, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *
+job_cause(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    static const char *const names[] = {
+        [FS_CAUSE_DIED] = "died",         [FS_CAUSE_LEFT] = "left",
+        [FS_CAUSE_TIMEOUT] = "timeout",   [FS_CAUSE_MISMATCH] = "mismatch",
+        [FS_CAUSE_INTERRUPTED] = "interrupted", [FS_CAUSE_ERROR] = "error",
+    };
+    fs_job *job = open_job(self);
+    if (job == NULL) {
+        return NULL;
+    }
+    fs_cause cause = fs_job_cause(job);
+    if (cause.kind == FS_CAUSE_NONE) {
+        Py_RETURN_NONE;
+    }
+    return Py_BuildValue("(si)", names[cause.kind], cause.rank);
+}
+
+static PyObject *
 job_files(PyObject *object, void *Py_UNUSED(closure))
 {
     fs_py_job *self = (fs_py_job *)object;
@@ -601,6 +620,8 @@ static PyMethodDef job_methods[] = {
      "leave($self, rank, reason, /)\n--\n\nMarks a rank as gone; reason None: a clean end."},
     {"interrupt", job_interrupt, METH_NOARGS, "interrupt($self, /)\n--\n\nEnds every wait of the job."},
     {"report", job_report, METH_NOARGS, "report($self, /)\n--\n\nWho has come, who has not, and why."},
+    {"cause", job_cause, METH_NOARGS,
+     "cause($self, /)\n--\n\n(kind, rank) of what ended the job, or None."},
     {"close", job_close, METH_NOARGS, "close($self, /)\n--\n\nDrops this reference."},
     {NULL, NULL, 0, NULL},
 };

@@ -76,7 +76,7 @@ typedef struct fs_join {
 } fs_join;
 
 /* Makes the shared state of a job of size processes, for a launcher: ranks inherit the descriptors. The
- * caller closes the job when they have started. */
+ * launcher may ask for cause and report, and closes the job at the end. */
 FS_NODISCARD fs_status
 fs_job_create(int size, fs_job **out, int *out_data_fd, int *out_lock_fd);
 

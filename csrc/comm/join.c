@@ -102,7 +102,11 @@ make_files(fs_job *job)
             st = FS_FAIL_ERRNO("could not seal a memory file");
         }
     }
-    fs_span_unmap(job, page, nbytes);
+    if (st == FS_OK) {
+        job->page = page;
+    } else {
+        fs_span_unmap(job, page, nbytes);
+    }
     return st;
 }
 
@@ -131,9 +135,11 @@ attach(fs_job *job, int rank, uint64_t nonce)
                        head.size, job->size);
     }
     FS_TRY(take_lock(job, rank));
-    void *page;
-    FS_TRY(fs_span_map(job, 0, head.nbytes, &page));
-    job->page = page;
+    if (job->page == NULL) {
+        void *page;
+        FS_TRY(fs_span_map(job, 0, head.nbytes, &page));
+        job->page = page;
+    }
     job->self = rank;
     int64_t nobody = 0;
     if (!atomic_compare_exchange_strong(&job->page->slot[rank].pid, &nobody, (int64_t)getpid())) {
@@ -346,14 +352,14 @@ listen_at(const address *where)
 
 /* Answers one caller; true if a rank that was missing got its descriptors. */
 static bool
-answer(int fd, const fs_job *job, const uint64_t name[2], uint64_t nonce, bool *came)
+answer(int fd, const fs_job *job, const uint64_t name[2], bool *came)
 {
     hello said;
     limit_silence(fd);
     if (!same_user(fd) || !receive_all(fd, &said, sizeof said) || said.magic != HELLO_MAGIC) {
         return false;
     }
-    reply back = {HELLO_MAGIC, VERDICT_WELCOME, job->size, nonce};
+    reply back = {HELLO_MAGIC, VERDICT_WELCOME, job->size, job->page->nonce};
     if (said.layout != FS_JOB_LAYOUT || said.name[0] != name[0] || said.name[1] != name[1]) {
         back.verdict = VERDICT_OTHER;
     } else if (said.size != job->size || said.rank <= 0 || said.rank >= job->size) {
@@ -395,7 +401,7 @@ stop_waiting(const fs_join *join)
 
 /* Hands the descriptors to every other rank. */
 static fs_status
-serve(const fs_job *job, const fs_join *join, uint64_t nonce, bool *came)
+serve(const fs_job *job, const fs_join *join, bool *came)
 {
     uint64_t name[2];
     hash_name(join->name, name);
@@ -423,7 +429,7 @@ serve(const fs_job *job, const fs_join *join, uint64_t nonce, bool *came)
         for (int i = 0; i < 2; i++) {
             int fd = listeners[i] >= 0 ? accept4(listeners[i], NULL, NULL, SOCK_CLOEXEC) : -1;
             if (fd >= 0) {
-                missing -= answer(fd, job, name, nonce, came) ? 1 : 0;
+                missing -= answer(fd, job, name, came) ? 1 : 0;
                 (void)close(fd);
             }
         }
@@ -555,13 +561,9 @@ get_files(fs_job *job, const fs_join *join, uint64_t *out_nonce)
         return ask(job, join, out_nonce);
     }
     FS_TRY(make_files(job));
-    fs_job_page head;
-    if (pread(job->data_fd, &head, sizeof head, 0) != (ssize_t)sizeof head) {
-        return FS_FAIL_ERRNO("could not read a memory file");
-    }
     bool *came;
     FS_TRY(fs_calloc((size_t)join->size, sizeof *came, &came));
-    fs_status st = serve(job, join, head.nonce, came);
+    fs_status st = serve(job, join, came);
     fs_free(came);
     return st;
 }

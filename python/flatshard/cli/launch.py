@@ -28,6 +28,7 @@ POLL_S = 0.02
 #: After the first failure: how long ranks have to end by themselves, and after SIGTERM.
 END_S = 5.0
 TERMINATE_S = 5.0
+AGREED_S = 60.0
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 PR_SET_PDEATHSIG = 1
 BAD_USAGE = 2
@@ -139,10 +140,10 @@ def launch(
                             preexec_fn=_die_with(os.getpid()),
                         )
                     )
-                job.close()
-                return _wait(children, agreed)
+                return _wait(children, job, agreed)
             finally:
                 _end(children, 0.0)
+                job.close()
 
 
 def _die_with(parent: int) -> Callable[[], None]:
@@ -209,7 +210,9 @@ def _say(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], agreed: Sequence[int]) -> int:
+def _wait(
+    children: Sequence[subprocess.Popen[bytes]], job: _core.Job, agreed: Sequence[int]
+) -> int:
     """Until all have ended, or one has failed."""
     while True:
         running = False
@@ -218,14 +221,29 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], agreed: Sequence[int]) ->
             if code is None:
                 running = True
             elif code != 0:
-                _end(children, END_S)
-                if code not in agreed:
-                    said = f"flatshard launch: rank {rank} {_say(code)}; the job is over"
-                    print(said, file=sys.stderr)
-                return _status(code)
+                # Ranks that end together on purpose may still have something to write.
+                _end(children, AGREED_S if code in agreed else END_S)
+                return _first_failure(children, job, rank, agreed)
         if not running:
             return 0
         time.sleep(POLL_S)
+
+
+def _first_failure(
+    children: Sequence[subprocess.Popen[bytes]],
+    job: _core.Job,
+    seen_first: int,
+    agreed: Sequence[int],
+) -> int:
+    """Names the rank that the ranks blame, whoever's process ended first; its exit status."""
+    cause = job.cause()
+    rank = cause[1] if cause is not None and cause[1] >= 0 else seen_first
+    if not children[rank].returncode:
+        rank = seen_first
+    code = children[rank].returncode
+    if code not in agreed:
+        print(f"flatshard launch: rank {rank} {_say(code)}; the job is over", file=sys.stderr)
+    return _status(code)
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
