@@ -20,7 +20,7 @@ def test_bytes_round_trip() -> None:
     tokenizer = load_tokenizer("bytes")
     ids = tokenizer.encode(TEXT)
     assert ids.dtype == np.uint8 and bytes(ids.tolist()) == TEXT.encode()
-    assert tokenizer.decode(ids.tolist()) == TEXT
+    assert tokenizer.decode(ids.tolist()) == tokenizer.decode(ids) == TEXT
 
 
 def test_bytes_decode_never_raises() -> None:

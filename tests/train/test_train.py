@@ -391,6 +391,17 @@ def test_more_than_memory_allows(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_rank_of_another_launcher(corpus: Path, tmp_path: Path, straight: TrainResult) -> None:
+    file = tmp_path / "result.json"
+    words = words_of(config_of(corpus, tmp_path / "run"), "--json", str(file))
+    with Command(["launch", "-n", "2", "-m", "flatshard.cli", *words]) as command:
+        assert command.end() == 0, command.output
+    assert json.loads(file.read_text())["weights_sha256"] == straight.weights_sha256
+    with Command(["launch", "-n", "2", "-m", "flatshard.cli", *words, "-n", "3"]) as command:
+        assert command.end() == 2
+    assert "-n 3, and this process already is a rank of the 2" in command.output
+
+
 def test_ranks_as_threads(
     corpus: Path, tmp_path: Path, straight: TrainResult, capsys: pytest.CaptureFixture[str]
 ) -> None:

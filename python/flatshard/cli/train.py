@@ -179,10 +179,12 @@ def main(arguments: Sequence[str]) -> int:
     it = parser()
     options = it.parse_args(arguments)
     config = config_of(options)
-    if find_place().launcher != "nobody":
-        if options.ranks is not None:
+    place = find_place()
+    if place.launcher != "nobody":
+        if options.ranks not in (None, place.size):
             raise ConfigError(
-                "-n starts ranks, and this process already is a rank of a job; leave out -n"
+                f"-n {options.ranks}, and this process already is a rank of the {place.size} that "
+                f"{place.launcher} started; leave out -n"
             )
         return status_of(train(config))
     ranks = 1 if options.ranks is None else options.ranks
@@ -197,9 +199,8 @@ def main(arguments: Sequence[str]) -> int:
             return status_of(train(config))
         if options.ranks_as == "threads":
             return status_of(train_threads(config, ranks))
-        status = launch(
-            rank_command(arguments), ranks, threads=config.threads, agreed=(INTERRUPTED, BAD_USAGE)
-        )
+        rank = [sys.executable, "-u", "-m", "flatshard.cli", "train", *arguments]
+        status = launch(rank, ranks, threads=config.threads, agreed=(INTERRUPTED, BAD_USAGE))
     except BaseException as error:
         if config.json:
             write_result(config.json, {"error": reason(error)}, replace=False)
@@ -224,20 +225,6 @@ def check_before(config: TrainConfig, ranks: int) -> None:
             cache=config.cache,
         )  # fmt: skip
         check_model(config, tokens)
-
-
-def rank_command(arguments: Sequence[str]) -> list[str]:
-    """The same command for a rank: without the options that start ranks."""
-    words, at = list(arguments), 0
-    while at < len(words):
-        name = words[at].partition("=")[0]
-        if name in ("-n", "--ranks", "--ranks-as"):
-            del words[at : at + (1 if "=" in words[at] else 2)]
-        elif words[at].startswith("-n"):
-            del words[at]  # -n2
-        else:
-            at += 1
-    return [sys.executable, "-u", "-m", "flatshard.cli", "train", *words]
 
 
 def train_threads(config: TrainConfig, ranks: int) -> TrainResult:

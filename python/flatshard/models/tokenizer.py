@@ -66,6 +66,8 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of bytes; ids above 255, which a larger model may give, become U+FFFD."""
+        if isinstance(ids, np.ndarray) and ids.dtype == np.uint8:
+            return ids.tobytes().decode("utf-8", "replace")
         text: list[str] = []
         run = bytearray()
         for token in ids:

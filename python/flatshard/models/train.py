@@ -547,7 +547,7 @@ class _Run:
             self.note("sample  " + "\n        ".join(text.splitlines()))
             if len(corpus.stream) <= WORDS_MOST:
                 pieces = (
-                    tokenizer.decode(corpus.stream[i : i + WORDS_PIECE].tolist())
+                    tokenizer.decode(corpus.stream[i : i + WORDS_PIECE])
                     for i in range(0, len(corpus.stream), WORDS_PIECE)
                 )
                 found, words = known_words(text, pieces)
