@@ -1,7 +1,8 @@
-"""Kernels against memory: each operation beside one that touches the same arrays and does nothing.
+"""Kernels against memory: each operation beside some that touch the same arrays and do nothing.
 
-The second line of a case is the bound: the same bytes read and written, once each, by the same
-threads. Options: threads=2, numel=33554432, isa=avx512 (the best of this machine).
+The other lines of a case are the bound: the same bytes read and written, once each, by the same
+threads; the faster of the two ways counts. Options: threads=2, numel=33554432, isa=avx512 (the
+best of this machine).
 """
 
 from __future__ import annotations
@@ -60,7 +61,12 @@ def as_floats(x: Array) -> Array:
 
 
 def bound(
-    kernels: Any, reads: Sequence[Array], updates: Sequence[Array], writes: Sequence[Array]
+    kernels: Any,
+    reads: Sequence[Array],
+    updates: Sequence[Array],
+    writes: Sequence[Array],
+    *,
+    tiles: bool,
 ) -> Operation:
     """Touches the arrays, cut to pieces of one length: a half-sized array is one stream of half the
     length, so all are cut to the shortest and the longer ones come as two."""
@@ -75,16 +81,17 @@ def bound(
     sizes = len(parts[0]), len(parts[1])
 
     def run() -> None:
-        kernels.stream(arrays, *sizes, 0)
+        kernels.stream(arrays, *sizes, 0, tiles)
 
     def check() -> None:
         before = [x[-8:].copy() for x in parts[1]]
-        kernels.stream(arrays, *sizes, 1 << 31)
+        kernels.stream(arrays, *sizes, 1 << 31, tiles)
         for x, old in zip(parts[1], before, strict=True):
             assert np.array_equal(x[-8:], -old), "the bound did not touch its arrays"
-        kernels.stream(arrays, *sizes, 1 << 31)
+        kernels.stream(arrays, *sizes, 1 << 31, tiles)
 
-    return Operation("bound: the same bytes", run, check)
+    way = "tile by tile" if tiles else "line by line"
+    return Operation(f"bound: the same bytes, {way}", run, check)
 
 
 def draw(numel: int, dtype: Any, seed: int) -> Array:
@@ -108,7 +115,8 @@ def sum_case(kernels: Any, numel: int, sources: int) -> Case:
 
     who: list[Callable[[], Contender | None]] = [
         lambda: Operation("sum, norm, non-finite test", run, check),
-        lambda: bound(kernels, src, [], [acc]),
+        lambda: bound(kernels, src, [], [acc], tiles=False),
+        lambda: bound(kernels, src, [], [acc], tiles=True),
     ]
     title = f"sum of {sources} ranks, fp32, {numel * 4 / 1e6:.0f} MB each"
     return Case(title, who, numel * 4 / 1e9, "GB of message")
@@ -139,7 +147,8 @@ def update_case(kernels: Any, numel: int, *, master: bool, moments: Any, grads: 
     writes = [arrays["weight"]] if master else []
     who: list[Callable[[], Contender | None]] = [
         lambda: Operation("AdamW", run, check),
-        lambda: bound(kernels, [g], updates, writes),
+        lambda: bound(kernels, [g], updates, writes, tiles=False),
+        lambda: bound(kernels, [g], updates, writes, tiles=True),
     ]
     nbytes = sum(x.itemsize for x in (g, *updates, *updates, *writes))
     title = (
@@ -157,7 +166,8 @@ def convert_case(kernels: Any, numel: int, dst: Any, src: Any) -> Case:
             lambda: kernels.convert(y, x),
             lambda: np.testing.assert_array_equal(y.view(np.uint8), x.astype(dst).view(np.uint8)),
         ),
-        lambda: bound(kernels, [x], [], [y]),
+        lambda: bound(kernels, [x], [], [y], tiles=False),
+        lambda: bound(kernels, [x], [], [y], tiles=True),
     ]
     title = f"{x.dtype} to {y.dtype}, {numel / 1e6:.0f} M elements"
     return Case(title, who, numel * (x.itemsize + y.itemsize) / 1e9, "GB")

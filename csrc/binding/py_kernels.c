@@ -507,7 +507,9 @@ kernels_stream(PyObject *object, PyObject *args)
     fs_buffer x[FS_SOURCES_MAX];
     uint32_t *data[FS_SOURCES_MAX], mixed = 0;
     unsigned int mask;
-    if (!PyArg_ParseTuple(args, "O!nnI:stream", &PyTuple_Type, &arrays, &reads, &updates, &mask)) {
+    int tiles;
+    if (!PyArg_ParseTuple(args, "O!nnIp:stream", &PyTuple_Type, &arrays, &reads, &updates, &mask,
+                          &tiles)) {
         return NULL;
     }
     Py_ssize_t arrays_n = PyTuple_GET_SIZE(arrays);
@@ -526,7 +528,8 @@ kernels_stream(PyObject *object, PyObject *args)
     }
     if (st == FS_OK) {
         fs_stream stream = {.arrays = data, .arrays_n = (size_t)arrays_n, .read_n = (size_t)reads,
-                            .update_n = (size_t)updates, .mask = mask, .n = x[0].n};
+                            .update_n = (size_t)updates, .mask = mask, .tiles = tiles != 0,
+                            .n = x[0].n};
         FS_OPERATE(mixed = fs_cpu_stream(exec, &stream));
     } else {
         (void)fs_raise(st, NULL);
@@ -575,7 +578,7 @@ static PyMethodDef methods[] = {
     {"gemm", FS_KEYWORDS(kernels_gemm),
      "gemm($self, c, a, b, *, trans_a=False, trans_b=False, add=False)\n--\n\nc = a b (+ c)."},
     {"stream", kernels_stream, METH_VARARGS,
-     "stream($self, arrays, reads, updates, mask, /)\n--\n\n"
+     "stream($self, arrays, reads, updates, mask, tiles, /)\n--\n\n"
      "Reads the first arrays, flips bits of the next, writes mask to the rest."},
     {NULL, NULL, 0, NULL},
 };

@@ -22,6 +22,7 @@ typedef struct fs_stream {
     uint32_t *const *arrays;
     size_t arrays_n, read_n, update_n;
     uint32_t mask;
+    bool tiles; /* tile after tile of each array, the next ones asked for; else line after line */
     size_t n;
 } fs_stream;
 uint32_t

@@ -1,5 +1,6 @@
 /* Reads and writes arrays and does nothing with them: what memory allows an operation that touches as
- * many. Benchmarks divide by it. Plain stores, and tiles ahead asked for, as in the kernels. */
+ * many. Benchmarks divide by it. Plain stores. There are two ways, since neither is the faster for every
+ * set of arrays: lines in turn, or tiles in turn with the next ones asked for. */
 #include "cpu_ops.h"
 
 #include <stdatomic.h>
@@ -8,6 +9,8 @@
 
 /* Elements per task: 32 tiles, as in grid.inc. */
 #define FS_STREAM_TASK_N ((size_t)32 * FS_TILE_N)
+/* Two cache lines of an array, then two of the next. */
+#define FS_STREAM_LINES_N ((size_t)32)
 
 typedef struct stream_ctx {
     const fs_stream *stream;
@@ -22,31 +25,28 @@ ask_for(const uint32_t *x, size_t n)
     }
 }
 
-static uint32_t
-read_tile(const uint32_t *restrict x, size_t n)
+/* Elements [at, at + n) of every array. */
+static inline __attribute__((always_inline)) uint32_t
+touch(const fs_stream *s, size_t at, size_t n)
 {
     uint32_t mixed = 0;
-    for (size_t i = 0; i < n; i++) {
-        mixed ^= x[i];
+    for (size_t a = 0; a < s->arrays_n; a++) {
+        uint32_t *restrict x = s->arrays[a] + at;
+        if (a < s->read_n) {
+            for (size_t i = 0; i < n; i++) {
+                mixed ^= x[i];
+            }
+        } else if (a < s->read_n + s->update_n) {
+            for (size_t i = 0; i < n; i++) {
+                x[i] ^= s->mask;
+            }
+        } else {
+            for (size_t i = 0; i < n; i++) {
+                x[i] = s->mask;
+            }
+        }
     }
     return mixed;
-}
-
-/* Not memset, which streams past the caches for some sizes on some machines. */
-static void
-write_tile(uint32_t *restrict x, uint32_t mask, size_t n)
-{
-    for (size_t i = 0; i < n; i++) {
-        x[i] = mask;
-    }
-}
-
-static void
-update_tile(uint32_t *restrict x, uint32_t mask, size_t n)
-{
-    for (size_t i = 0; i < n; i++) {
-        x[i] ^= mask;
-    }
 }
 
 static void
@@ -57,21 +57,19 @@ stream_task(void *opaque, size_t index)
     size_t begin = index * FS_STREAM_TASK_N;
     size_t end = fs_min_size(s->n, begin + FS_STREAM_TASK_N);
     uint32_t mixed = 0;
-    for (size_t at = begin; at < end; at += FS_TILE_N) {
+    size_t at = begin;
+    for (; s->tiles && at < end; at += FS_TILE_N) {
         size_t n = fs_min_size(end - at, FS_TILE_N);
-        size_t next = at + n, ahead = fs_min_size(s->n - next, FS_TILE_N);
-        for (size_t i = 0; i < s->arrays_n; i++) {
-            uint32_t *x = s->arrays[i];
-            if (i < s->read_n) {
-                ask_for(x + next, ahead);
-                mixed ^= read_tile(x + at, n);
-            } else if (i < s->read_n + s->update_n) {
-                ask_for(x + next, ahead);
-                update_tile(x + at, s->mask, n);
-            } else {
-                write_tile(x + at, s->mask, n);
-            }
+        for (size_t a = 0; a < s->read_n + s->update_n; a++) {
+            ask_for(s->arrays[a] + at + n, fs_min_size(s->n - at - n, FS_TILE_N));
         }
+        mixed ^= touch(s, at, n);
+    }
+    for (; at + FS_STREAM_LINES_N <= end; at += FS_STREAM_LINES_N) {
+        mixed ^= touch(s, at, FS_STREAM_LINES_N);
+    }
+    if (at < end) {
+        mixed ^= touch(s, at, end - at);
     }
     atomic_fetch_xor_explicit(&ctx->mixed, mixed, memory_order_relaxed);
 }

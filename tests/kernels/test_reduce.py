@@ -1,5 +1,6 @@
 """Sums over ranks with norm and non-finite test in one pass, and the two scans."""
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -26,7 +27,7 @@ from flatshard import _core
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("world", [*range(1, 10), 17])
 def test_sum_in_rank_order(kernels: _core.Kernels, rng: np.random.Generator, world: int) -> None:
     for n in LENGTHS:
         for offset in (0, 3):
@@ -212,12 +213,12 @@ def test_combine(kernels: _core.Kernels, rng: np.random.Generator) -> None:
 
 def test_stream_touches_what_it_says(kernels: _core.Kernels, rng: np.random.Generator) -> None:
     """The memory bound of benchmarks reads and writes every element."""
-    for n in (1, 1023, 70001):
+    for n, tiles in itertools.product((1, 1023, 70001), (False, True)):
         a, b, c = (normal(rng, n) for _ in range(3))
         old_a, old_b = a.copy(), b.copy()
-        mixed_bits = kernels.stream((a, b, c), 1, 1, 1 << 31)
+        mixed_bits = kernels.stream((a, b, c), 1, 1, 1 << 31, tiles)
         assert mixed_bits == int(np.bitwise_xor.reduce(a.view(np.uint32)))
         assert same_bits(a, old_a) and same_bits(b, -old_b)
         assert (c.view(np.uint32) == 1 << 31).all()
     with pytest.raises(ValueError, match="1 arrays, 2 read, 0 updated"):
-        kernels.stream((a,), 2, 0, 0)
+        kernels.stream((a,), 2, 0, 0, False)
