@@ -144,6 +144,7 @@ typedef struct py_llama {
     fs_llama *llama;         /* NULL: closed */
     bool busy;               /* a method runs without the GIL */
     size_t vocab_size;
+    size_t cache_batch; /* sequences of the open cache, 0: none */
 } py_llama;
 
 static PyObject *
@@ -389,6 +390,72 @@ llama_forward(PyObject *object, PyObject *args)
     return status == FS_OK ? losses(&mine, &all) : fs_raise(status, world);
 }
 
+static PyObject *
+llama_cache_begin(PyObject *object, PyObject *args)
+{
+    py_llama *self = (py_llama *)object;
+    Py_ssize_t batch, capacity;
+    fs_world *world;
+    if (!PyArg_ParseTuple(args, "nn:cache_begin", &batch, &capacity) ||
+        (world = enter(self)) == NULL) {
+        return NULL;
+    }
+    fs_status status;
+    FS_CALL(world, status,
+            fs_llama_cache_begin(self->llama, batch < 0 ? 0 : (size_t)batch,
+                                 capacity < 0 ? 0 : (size_t)capacity));
+    leave(self);
+    self->cache_batch = status == FS_OK ? (size_t)batch : 0;
+    if (status != FS_OK) {
+        return fs_raise(status, world);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+llama_cache_extend(PyObject *object, PyObject *args)
+{
+    py_llama *self = (py_llama *)object;
+    PyObject *tokens, *logits;
+    call c;
+    if (!PyArg_ParseTuple(args, "OO:cache_extend", &tokens, &logits) ||
+        take_call(self, tokens, Py_None, logits, true, &c) < 0) {
+        return NULL;
+    }
+    if (!c.has_logits || c.batch != self->cache_batch) {
+        drop_call(&c);
+        return fs_raise(FS_FAIL(FS_EINVAL, "the cache is of %zu sequences", self->cache_batch), NULL);
+    }
+    fs_world *world = enter(self);
+    if (world == NULL) {
+        drop_call(&c);
+        return NULL;
+    }
+    fs_status status;
+    FS_CALL(world, status,
+            fs_llama_cache_extend(self->llama, c.tokens.data, c.length, c.logits.data));
+    leave(self);
+    drop_call(&c);
+    if (status != FS_OK) {
+        return fs_raise(status, world);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+llama_cache_end(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    py_llama *self = (py_llama *)object;
+    if (self->busy) {
+        return fs_raise(FS_FAIL(FS_ESTATE, "this model is in a call of another thread"), NULL);
+    }
+    if (self->llama != NULL) {
+        fs_llama_cache_end(self->llama);
+        self->cache_batch = 0;
+    }
+    Py_RETURN_NONE;
+}
+
 // ---- type ---------------------------------------------------------------------------------------
 
 static PyMethodDef methods[] = {
@@ -399,6 +466,12 @@ static PyMethodDef methods[] = {
     {"forward", llama_forward, METH_VARARGS,
      "forward($self, inputs, targets, logits, last_only, /)\n--\n\n"
      "The same without gradients; targets and logits (written) may be None. Collective with targets."},
+    {"cache_begin", llama_cache_begin, METH_VARARGS,
+     "cache_begin($self, batch, capacity, /)\n--\n\nMakes room for keys and values of a generation."},
+    {"cache_extend", llama_cache_extend, METH_VARARGS,
+     "cache_extend($self, ids, logits, /)\n--\n\nNext tokens of every sequence; logits (written) are "
+     "those of the last ones."},
+    {"cache_end", llama_cache_end, METH_NOARGS, "cache_end($self, /)\n--\n\nGives the room back."},
     {"close", llama_close, METH_NOARGS, "close($self, /)\n--\n\nGives buffers back. Never waits."},
     {NULL, NULL, 0, NULL},
 };

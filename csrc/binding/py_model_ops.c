@@ -52,14 +52,14 @@ static const field norm_grad_fields[] = {
 #define OP fs_heads
 static const field heads_fields[] = {
     F(batch, SIZE), F(length, SIZE), F(q_heads, SIZE), F(kv_heads, SIZE), F(head_dim, SIZE),
-    F(padded_dim, SIZE), F(cosines, FLOATS), F(sines, FLOATS), F(q_bias, FLOATS),
+    F(padded_dim, SIZE), F(kv_rows, SIZE), F(cosines, FLOATS), F(sines, FLOATS), F(q_bias, FLOATS),
     F(k_bias, FLOATS), F(v_bias, FLOATS), F(q_scale, NUMBER32), F(rows, OUT_FLOATS),
     F(q, OUT_FLOATS), F(k, OUT_FLOATS), F(v, OUT_FLOATS), {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_attention
 static const field attention_fields[] = {
     F(batch, SIZE), F(length, SIZE), F(q_heads, SIZE), F(kv_heads, SIZE), F(head_dim, SIZE),
-    F(padded_dim, SIZE), F(window, SIZE), F(q, FLOATS), F(k, FLOATS), F(v, FLOATS),
+    F(padded_dim, SIZE), F(window, SIZE), F(past, SIZE), F(kv_rows, SIZE), F(q, FLOATS), F(k, FLOATS), F(v, FLOATS),
     F(out, OUT_FLOATS), F(lse, OUT_FLOATS), F(k_turned, OUT_FLOATS), F(v_turned, OUT_FLOATS),
     F(dout, FLOATS), F(dout_packed, OUT_FLOATS), F(delta, OUT_FLOATS), F(dq, OUT_FLOATS),
     F(dk, OUT_FLOATS), F(dv, OUT_FLOATS), {NULL, 0, SIZE}};

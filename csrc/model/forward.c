@@ -13,8 +13,9 @@ fs_llama_heads(const fs_llama *llama)
                       .kv_heads = config->num_key_value_heads,
                       .head_dim = config->head_dim,
                       .padded_dim = llama->at.padded_dim,
-                      .cosines = llama->cosines,
-                      .sines = llama->sines,
+                      .kv_rows = llama->at.kv_rows,
+                      .cosines = llama->cosines + llama->at.past * config->head_dim / 2,
+                      .sines = llama->sines + llama->at.past * config->head_dim / 2,
                       .q_scale = (float)config->attention_multiplier,
                       .rows = llama->at.projected};
 }
@@ -30,6 +31,8 @@ fs_llama_attention(const fs_llama *llama, const fs_layer_saved *saved)
                           .head_dim = config->head_dim,
                           .padded_dim = llama->at.padded_dim,
                           .window = config->sliding_window,
+                          .past = llama->at.past,
+                          .kv_rows = llama->at.kv_rows,
                           .q = saved->q,
                           .k = saved->k,
                           .v = saved->v,
@@ -61,8 +64,8 @@ attention_forward(fs_llama *llama, size_t layer, const fs_unit_weights *weights,
     heads.k_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_K_BIAS);
     heads.v_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_V_BIAS);
     heads.q = saved->q;
-    heads.k = saved->k;
-    heads.v = saved->v;
+    heads.k = saved->k + at->past * at->padded_dim;
+    heads.v = saved->v + at->past * at->padded_dim;
     exec->device->model.heads(exec, &heads);
     fs_attention attention = fs_llama_attention(llama, saved);
     exec->device->model.attention(exec, &attention);

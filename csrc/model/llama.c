@@ -76,6 +76,7 @@ fs_llama_close(fs_llama *llama)
     if (llama == NULL) {
         return;
     }
+    fs_llama_cache_end(llama);
     fs_arena_close(&llama->arena);
     fs_arena_close(&llama->rope_arena);
     fs_free(llama->layers);
@@ -105,15 +106,14 @@ make_rope(fs_llama *llama, size_t length)
     return FS_OK;
 }
 
-/* Places the buffers of this micro-batch; maps memory only when they need more than any before. */
-static fs_status
-make_room(fs_llama *llama, fs_mode mode, size_t batch, size_t length)
+fs_status
+fs_llama_make_room(fs_llama *llama, fs_mode mode, size_t batch, size_t length, size_t keys)
 {
     fs_arena counting, over;
     fs_arena_init_counting(&counting, NULL, false);
     FS_TRY(fs_llama_place(&llama->config, llama->layout, &llama->precision, llama->checkpointing,
-                          mode, batch, length, llama->layers, &counting, &llama->at));
-    FS_TRY(make_rope(llama, length));
+                          mode, batch, length, keys, llama->layers, &counting, &llama->at));
+    FS_TRY(make_rope(llama, keys));
     fs_arena *arena = &over;
     if (counting.used > llama->arena.capacity) {
         fs_arena_close(&llama->arena);
@@ -124,14 +124,14 @@ make_room(fs_llama *llama, fs_mode mode, size_t batch, size_t length)
         fs_arena_init_over(&over, NULL, llama->arena.base, llama->arena.capacity);
     }
     return fs_llama_place(&llama->config, llama->layout, &llama->precision, llama->checkpointing,
-                          mode, batch, length, llama->layers, arena, &llama->at);
+                          mode, batch, length, keys, llama->layers, arena, &llama->at);
 }
 
 // ---- checks -------------------------------------------------------------------------------------
 
-static fs_status
-check_ids(const fs_llama *llama, const char *what, const int32_t *ids, size_t n, size_t length,
-          bool may_ignore)
+fs_status
+fs_llama_check_ids(const fs_llama *llama, const char *what, const int32_t *ids, size_t n,
+                   size_t length, bool may_ignore)
 {
     size_t vocab = llama->config.vocab_size;
     for (size_t i = 0; i < n; i++) {
@@ -161,8 +161,8 @@ check_call(const fs_llama *llama, const int32_t *tokens, const int32_t *targets,
                        "(max_position_embeddings)", length, llama->config.max_position_embeddings);
     }
     FS_TRY(fs_world_usable(llama->world));
-    FS_TRY(check_ids(llama, "inputs", tokens, rows, length, false));
-    return targets == NULL ? FS_OK : check_ids(llama, "targets", targets, rows, length, true);
+    FS_TRY(fs_llama_check_ids(llama, "inputs", tokens, rows, length, false));
+    return targets == NULL ? FS_OK : fs_llama_check_ids(llama, "targets", targets, rows, length, true);
 }
 
 // ---- calls --------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ fs_llama_forward_backward(fs_llama *llama, const int32_t *tokens, const int32_t 
                           size_t length, int64_t count, bool keep_local, fs_loss *out)
 {
     FS_TRY(check_call(llama, tokens, targets, batch, length));
-    FS_TRY(make_room(llama, FS_MODE_TRAIN, batch, length));
+    FS_TRY(fs_llama_make_room(llama, FS_MODE_TRAIN, batch, length, length));
     FS_TRY(fs_llama_body_forward(llama, tokens));
     fs_loss loss;
     FS_TRY(backward(llama, tokens, targets, keep_local, &loss));
@@ -255,7 +255,7 @@ fs_llama_forward(fs_llama *llama, const int32_t *tokens, const int32_t *targets,
         return FS_FAIL(FS_EINVAL, "logits of last tokens alone come without a loss");
     }
     FS_TRY(check_call(llama, tokens, targets, batch, length));
-    FS_TRY(make_room(llama, FS_MODE_FORWARD, batch, length));
+    FS_TRY(fs_llama_make_room(llama, FS_MODE_FORWARD, batch, length, length));
     FS_TRY(fs_llama_body_forward(llama, tokens));
     fs_head_call call = {.targets = targets, .logits = logits, .last_only = last_only};
     FS_TRY(fs_llama_head(llama, &call));

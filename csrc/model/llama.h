@@ -85,6 +85,17 @@ FS_NODISCARD fs_status
 fs_llama_forward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, size_t batch,
                  size_t length, bool last_only, float *logits, fs_loss *out);
 
+/* Generation: begin makes room for keys and values of batch sequences of up to capacity tokens (closing
+ * what was open); each extend takes the next length tokens of every sequence, (batch, length), and
+ * gives the logits of the last ones, (batch, vocab_size). FS_EINVAL when they do not fit, or capacity
+ * is over max_position_embeddings. The cache is of the weights it was filled with: a caller that
+ * changes them begins again. Gathers as forward does. end gives the memory back; close does too. */
+FS_NODISCARD fs_status
+fs_llama_cache_begin(fs_llama *llama, size_t batch, size_t capacity);
+FS_NODISCARD fs_status
+fs_llama_cache_extend(fs_llama *llama, const int32_t *tokens, size_t length, float *logits);
+void fs_llama_cache_end(fs_llama *llama);
+
 /* Sums of all ranks' losses, in rank order. Collective: one fence. */
 FS_NODISCARD fs_status
 fs_llama_loss_sum(fs_llama *llama, const fs_loss *mine, fs_loss *out);

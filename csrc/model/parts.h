@@ -52,6 +52,7 @@ typedef enum fs_mode { FS_MODE_FORWARD = 0, FS_MODE_TRAIN } fs_mode;
 /* Every buffer of one micro-batch, placed by fs_llama_place. */
 typedef struct fs_batch {
     size_t batch, length, rows;
+    size_t past, kv_rows; /* of attention: 0 and length, unless keys are cached */
     size_t padded_dim, padded_length;
     size_t slice;  /* rows of one slice of the head */
     fs_layer_saved *layers; /* [num_hidden_layers], of fs_llama */
@@ -79,17 +80,27 @@ typedef struct fs_batch {
     float *staged;      /* a parameter's gradient on its way to a slot that is not fp32, or NULL */
 } fs_batch;
 
-/* Places all buffers of a micro-batch in arena; run on a counting arena it is the plan. */
+/* Places all buffers of a micro-batch in arena; run on a counting arena it is the plan. keys: the most
+ * keys that attention sees, at least length. */
 FS_NODISCARD fs_status
 fs_llama_place(const fs_llama_config *config, const fs_layout *layout, const fs_precision *precision,
-               bool checkpointing, fs_mode mode, size_t batch, size_t length, fs_layer_saved *layers,
-               fs_arena *arena, fs_batch *out);
+               bool checkpointing, fs_mode mode, size_t batch, size_t length, size_t keys,
+               fs_layer_saved *layers, fs_arena *arena, fs_batch *out);
 
 /* Rotary tables (length, head_dim / 2). */
 FS_NODISCARD fs_status
 fs_rope_place(const fs_llama_config *config, size_t length, fs_arena *arena, float **out_cosines,
               float **out_sines);
 void fs_rope_fill(const fs_llama_config *config, size_t length, float *cosines, float *sines);
+
+/* Keys and values of tokens that generation has seen. */
+typedef struct fs_cache {
+    fs_arena arena;
+    size_t batch, capacity; /* sequences, tokens of each; 0: none open */
+    size_t length;          /* tokens held */
+    size_t layer_n;         /* elements of one layer's k, and of its v */
+    float *k, *v;           /* (layers, batch, kv_heads, capacity, padded_dim) */
+} fs_cache;
 
 // ---- the model ----------------------------------------------------------------------------------
 
@@ -107,9 +118,20 @@ struct fs_llama {
     size_t rope_length;
     float *cosines, *sines;
     fs_layer_saved *layers;
+    fs_cache cache;
     fs_payload *payloads; /* [world size], for fs_llama_loss_sum */
     fs_batch at;          /* the current micro-batch */
 };
+
+/* Places the buffers of a micro-batch and fills the rotary tables; maps memory only when they need
+ * more than any before. */
+FS_NODISCARD fs_status
+fs_llama_make_room(fs_llama *llama, fs_mode mode, size_t batch, size_t length, size_t keys);
+
+/* Every id of (n / length, length) is below vocab_size, or -100 where may_ignore. */
+FS_NODISCARD fs_status
+fs_llama_check_ids(const fs_llama *llama, const char *what, const int32_t *ids, size_t n,
+                   size_t length, bool may_ignore);
 
 /* A unit's weights as fp32: weights + offset of a parameter. */
 typedef struct fs_unit_weights {

@@ -154,19 +154,19 @@ largest_trainable(const fs_layout *layout)
 
 fs_status
 fs_llama_place(const fs_llama_config *config, const fs_layout *layout, const fs_precision *precision,
-               bool checkpointing, fs_mode mode, size_t batch, size_t length, fs_layer_saved *layers,
-               fs_arena *arena, fs_batch *out)
+               bool checkpointing, fs_mode mode, size_t batch, size_t length, size_t keys,
+               fs_layer_saved *layers, fs_arena *arena, fs_batch *out)
 {
-    *out = (fs_batch){.batch = batch, .length = length, .layers = layers};
+    *out = (fs_batch){.batch = batch, .length = length, .kv_rows = length, .layers = layers};
     size_t padded;
     FS_TRY(fs_mul_size(batch, length, &out->rows));
-    FS_TRY(fs_mul_size(batch * config->num_key_value_heads, fs_padded_length(length), &padded));
+    FS_TRY(fs_mul_size(batch * config->num_key_value_heads, fs_padded_length(keys), &padded));
     if (out->rows == 0 || out->rows > INT32_MAX || padded > INT32_MAX) {
         return FS_FAIL(FS_EINVAL, "a micro-batch of %zu x %zu tokens: it needs between 1 and %d "
                        "tokens", batch, length, INT32_MAX);
     }
     out->padded_dim = fs_padded_dim(config->head_dim);
-    out->padded_length = fs_padded_length(length);
+    out->padded_length = fs_padded_length(keys);
     out->slice = slice_rows(out->rows, config->vocab_size);
     FS_TRY(place_layers(config, checkpointing, mode, layers, arena, out));
     FS_TRY(place_forward_scratch(config, arena, out));
@@ -245,7 +245,7 @@ fs_llama_plan(const fs_llama_config *config, const fs_layout *layout, const fs_p
     fs_status st = fs_rope_place(config, length, &arena, &cosines, &sines);
     if (st == FS_OK) {
         st = fs_llama_place(config, layout, &policy->precision, checkpointing, FS_MODE_TRAIN, batch,
-                            length, layers, &arena, &at);
+                            length, length, layers, &arena, &at);
     }
     fs_free(layers);
     return st;

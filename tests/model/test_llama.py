@@ -531,6 +531,40 @@ def test_generation() -> None:
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.parametrize("window", [0, 7])
+def test_cached_logits_are_those_of_the_whole_text(window: int) -> None:
+    config = {**SMALL, "model_type": "mistral", "sliding_window": window or None,
+              "initializer_range": 0.3}  # fmt: skip
+
+    def run(world: fs.World) -> None:
+        model = Llama.from_config(config, world=world, sharding=fs.Sharding(gather="copy"))
+        ids = batch(0, 3, 100)[0]
+        whole = model.logits(ids)
+        before = world.memory()["activations"][0]
+        model._core.cache_begin(3, 100)
+        scores = np.empty((3, 67), np.float32)
+        at = 0
+        for length in (5, 1, 1, 60, 1, 32):
+            model._core.cache_extend(np.ascontiguousarray(ids[:, at : at + length]), scores)
+            at += length
+            np.testing.assert_allclose(scores, whole[:, at - 1], rtol=1e-4, atol=1e-4)
+        assert at == 100
+        with pytest.raises(ValueError, match="1 more tokens for a cache that holds 100 of 100"):
+            model._core.cache_extend(np.ascontiguousarray(ids[:, :1]), scores)
+        with pytest.raises(ValueError, match="of 3 sequences"):
+            model._core.cache_extend(np.ascontiguousarray(ids[:2, :1]), scores[:2])
+        assert world.memory()["activations"][0] > before
+        model._core.cache_end()
+        assert world.memory()["activations"][0] == before
+        with pytest.raises(ValueError, match="128 positions"):
+            model._core.cache_begin(1, 129)
+        with pytest.raises(ValueError, match="of 0 sequences"):
+            model._core.cache_extend(np.ascontiguousarray(ids[:, :1]), scores)
+        np.testing.assert_array_equal(model.logits(ids), whole)
+
+    fs.local_world(2).run(run)
+
+
 def test_draws_follow_the_softmax() -> None:
     from flatshard.models.llama import _draw
 

@@ -239,6 +239,7 @@ def test_heads(
         "kv_heads": kv_heads,
         "head_dim": dim,
         "padded_dim": padded(dim),
+        "kv_rows": length,
         "q_scale": 0.3,
         "cosines": np.cos(angles).astype(np.float32),
         "sines": np.sin(angles).astype(np.float32),
@@ -319,6 +320,7 @@ def attend(
         "head_dim": dim,
         "padded_dim": dp,
         "window": window,
+        "kv_rows": length,
         "q": pack(q),
         "k": pack(k),
         "v": pack(v),
@@ -376,6 +378,51 @@ def test_attention(
         close(got["dq"], dq, roundings=150)
         close(got["dk"], dk, roundings=150)
     close(got["dv"], dv, roundings=150)
+
+
+@pytest.mark.parametrize(
+    ("past", "length", "rows", "window"),
+    [
+        (0, 5, 9, 0),
+        (1, 1, 2, 0),
+        (63, 1, 200, 0),
+        (64, 3, 70, 0),
+        (130, 70, 200, 0),
+        (150, 2, 160, 9),
+        (100, 80, 180, 70),
+    ],
+)
+def test_attention_goes_on_from_cached_keys(
+    isa: str, rng: np.random.Generator, past: int, length: int, rows: int, window: int
+) -> None:
+    batch, q_heads, kv_heads, dim, keys = 2, 4, 2, 16, past + length
+    q = f32(batch, q_heads, keys, dim, rng=rng, scale=0.7)
+    k, v = (f32(batch, kv_heads, keys, dim, rng=rng) for _ in range(2))
+    cache = [np.full((batch, kv_heads, rows, dim), np.nan, np.float32) for _ in range(2)]
+    for held, x in zip(cache, (k, v), strict=True):
+        held[:, :, :keys] = x
+    out = empty(batch * length, q_heads * dim)
+    run(
+        "attention",
+        isa,
+        batch=batch,
+        length=length,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        padded_dim=dim,
+        window=window,
+        past=past,
+        kv_rows=rows,
+        q=np.ascontiguousarray(q[:, :, past:]),
+        k=cache[0],
+        v=cache[1],
+        out=out,
+        lse=empty(batch, q_heads, length),
+        k_turned=empty(batch, kv_heads, dim, -(-keys // 64) * 64),
+    )
+    want = ref.attention(wide(q), wide(k), wide(v), window)[:, :, past:]
+    close(out.reshape(batch, length, q_heads, dim).swapaxes(1, 2), want, roundings=60)
 
 
 def test_attention_survives_scores_of_any_size(isa: str, rng: np.random.Generator) -> None:

@@ -414,8 +414,9 @@ class Llama:
 
         Notes
         -----
-        Each token costs a forward over all before it, of which the last
-        ``max_position_embeddings`` are seen.
+        Keys and values of all tokens are kept: each new one costs one pass over the weights. Past
+        ``max_position_embeddings``, where the oldest tokens drop out and all positions move, each
+        costs a forward over the last ``max_position_embeddings``.
         """
         if n < 0 or not temperature >= 0.0:
             raise ValueError(f"n={n}, temperature={temperature}: expected 0 or more")
@@ -425,11 +426,22 @@ class Llama:
         text = self._ids(np.atleast_2d(given), "ids")
         rng = np.random.default_rng(seed)
         scores = np.empty((len(text), self.config.vocab_size), np.float32)
-        for _ in range(n):
-            seen = np.ascontiguousarray(text[:, -self.config.max_position_embeddings :])
-            self._core.forward(seen, None, scores, True)
-            text = np.concatenate([text, _draw(scores, temperature, rng)[:, None]], axis=1)
-        self._note(text[:, -self.config.max_position_embeddings :], False)
+        most = self.config.max_position_embeddings
+        cached = min(text.shape[1] + n - 1, most) if n and text.shape[1] <= most else 0
+        try:
+            if cached:
+                self._core.cache_begin(len(text), cached)
+            fresh = text
+            for _ in range(n):
+                if text.shape[1] <= cached:
+                    self._core.cache_extend(np.ascontiguousarray(fresh), scores)
+                else:
+                    seen = np.ascontiguousarray(text[:, -most:])
+                    self._core.forward(seen, None, scores, True)
+                fresh = _draw(scores, temperature, rng)[:, None]
+                text = np.concatenate([text, fresh], axis=1)
+        finally:
+            self._core.cache_end()
         return text if given.ndim == 2 else text[0]
 
     # -- saving ------------------------------------------------------------------------------------
