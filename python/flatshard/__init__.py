@@ -23,11 +23,12 @@ from .errors import (
     PeerLost,
     WorldError,
 )
+from .job import LocalWorld, init, local_world
 from .optim import SGD, Adam, AdamW, Optimizer, ParamGroup, StepResult
 from .plan import Plan, describe, memory, plan
 from .policy import LossScale, MixedPrecision, Offload, Sharding
 from .shard import Parameter, Shards, Unit, shard, state_sha256, weights_sha256
-from .world import LocalWorld, World, init, local_world
+from .world import World
 
 if TYPE_CHECKING:
     from . import checkpoint, models

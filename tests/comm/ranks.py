@@ -53,7 +53,7 @@ class Ranks:
         import os, signal, sys, time
         import numpy as np
         import flatshard
-        from flatshard.world import init
+        from flatshard.job import init
         from flatshard import errors
 
         def say(text):

@@ -10,7 +10,8 @@ import pytest
 import ranks
 
 from flatshard.errors import CollectiveMismatch, MemoryBudgetError
-from flatshard.world import Handle, World, local_world
+from flatshard.job import local_world
+from flatshard.world import Handle, World
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 
@@ -63,7 +64,7 @@ def test_processes(size: int, tmp_path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import matrix\n"
-        "from flatshard.world import init\n"
+        "from flatshard.job import init\n"
         "with init(timeout=60) as world:\n"
         "    done = matrix.check(world, [0, 1, 33, 1025])\n"
         "    done += matrix.check(world, [7, 30_000], ['float32', 'bfloat16', 'int64'], True)\n"

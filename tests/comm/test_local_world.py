@@ -12,7 +12,8 @@ import pytest
 import flatshard
 from flatshard import _core
 from flatshard.errors import CollectiveTimeout, PeerLost, WorldError
-from flatshard.world import World, init, local_world
+from flatshard.job import init, local_world
+from flatshard.world import World
 
 pytestmark = pytest.mark.quick
 

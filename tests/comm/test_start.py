@@ -224,7 +224,7 @@ def test_records_carry_the_rank(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_unknown_variables_are_named_once() -> None:
     end = subprocess.run(
-        [sys.executable, "-c", "import flatshard, flatshard.world"],
+        [sys.executable, "-c", "import flatshard, flatshard.job"],
         env=ranks.environment(FLATSHARD_TREADS="3", FLATSHARD_CPU="baseline"),
         capture_output=True,
         text=True,

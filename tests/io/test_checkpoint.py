@@ -10,9 +10,9 @@ import small
 
 from flatshard import _core, checkpoint
 from flatshard.errors import CheckpointError, WorldError
+from flatshard.job import local_world
 from flatshard.optim import SGD, AdamW
 from flatshard.shard import shard
-from flatshard.world import local_world
 
 pytestmark = pytest.mark.timeout(120)
 

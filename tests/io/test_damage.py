@@ -14,8 +14,8 @@ import small
 
 from flatshard import _core, _folders, checkpoint
 from flatshard.errors import CheckpointError
+from flatshard.job import local_world
 from flatshard.shard import shard
-from flatshard.world import local_world
 
 pytestmark = pytest.mark.timeout(120)
 
