@@ -1,0 +1,51 @@
+"""The examples run, alone and on several ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flatshard
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DEADLINE = 120.0
+
+
+def run(words: list[str], folder: Path) -> str:
+    package = str(Path(flatshard.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": package},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_llama(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "a.txt").write_text("one two three four five six seven\n" * 300)
+    script = str(EXAMPLES / "train_llama.py")
+    words = ["--data", "a.txt", "--steps", "21", "--batch", "2", "--length", "32"]
+    start = [] if ranks == 1 else ["-m", "flatshard.cli", "launch", "-n", str(ranks)]
+    out = run([*start, script, *words], tmp_path)
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 1.0
+    assert (tmp_path / "run" / "step-000021" / "index.json").is_file()
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_notebook(tmp_path: Path) -> None:
+    out = run([str(EXAMPLES / "notebook.py")], tmp_path)
+    digests = re.findall(r"^stage \d: loss 0\.0\d+  weights ([0-9a-f]{12})$", out, re.MULTILINE)
+    assert len(digests) == 4 and len(set(digests)) == 1
