@@ -182,6 +182,8 @@ class Optimizer:
         What to optimize. Opening is collective: the state is allocated here.
     options : mapping
         Hyperparameters of the default group.
+    moments : sequence of str
+        Names of the state of each element.
     no_decay : iterable of str
         Shell patterns (``fnmatch``) of parameter names whose weight decay is 0.
     max_skips : int

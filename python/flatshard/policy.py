@@ -248,7 +248,24 @@ Precision = str | MixedPrecision
 
 @dataclass(frozen=True)
 class Policy:
-    """A sharding and a precision, resolved for one world: what the core is opened with."""
+    """A sharding and a precision, resolved for one world: what the core is opened with.
+
+    Parameters
+    ----------
+    sharding : Sharding
+        As it was asked for.
+    precision : MixedPrecision
+        As it was asked for.
+    weights : {"shared", "whole", "shard"}
+        How compute copies are held: once for the host, whole in each rank, or an owned shard with a
+        pool of gathered units.
+    keep : int
+        Cuts whose state a rank keeps: 1, or all.
+    slot_per_unit : bool
+        One gradient slot for each unit, else two that take turns.
+    pool_units : int
+        Units that may be gathered at once, with "shard".
+    """
 
     sharding: Sharding
     precision: MixedPrecision

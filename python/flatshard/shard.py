@@ -358,7 +358,7 @@ class Shards:
         return _KINDS[what]
 
     def dtype(self, name: str, what: str = "weight") -> np.dtype[Any]:
-        """The dtype in which ``what`` of a parameter is kept."""
+        """The dtype in which ``what`` of the parameter called ``name`` is kept."""
         kind = self._kind(what)
         parameter = self.parameters[self.index(name)]
         precision = self.policy.precision

@@ -442,7 +442,7 @@ class World:
             yield False
 
     def print(self, *values: object) -> None:
-        """Prints on rank 0; does nothing elsewhere."""
+        """Prints the values on rank 0; does nothing elsewhere."""
         if self.is_main:
             print(*values, flush=True)
 

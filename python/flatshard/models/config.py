@@ -130,7 +130,14 @@ class LlamaConfig:
     rms_norm_eps, rope_theta : float
         Of the norms; base of the rotary angles.
     rope_type : {"default", "linear", "llama3"}
-        How rotary angles are stretched, with the ``rope_*`` numbers that follow it.
+        How rotary angles are stretched.
+    rope_factor : float
+        By how much, in "linear" and "llama3".
+    rope_low_freq_factor, rope_high_freq_factor : float
+        "llama3": wavelengths above ``rope_original_max_position`` / low are stretched whole, below
+        that / high not at all, and between them in part.
+    rope_original_max_position : int
+        "llama3": tokens of the longest sequence before stretching.
     attention_bias, mlp_bias, tie_word_embeddings : bool
         Biases of the projections; whether the head is the embedding.
     embedding_multiplier, residual_multiplier, logits_scaling : float

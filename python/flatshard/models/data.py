@@ -151,7 +151,7 @@ def tokens(
 
 
 class Tokens:
-    """An iterable of :class:`Batch` over a corpus; made by :func:`tokens`.
+    """An iterable of :class:`Batch` over a corpus. Made by :func:`tokens`, which explains the rest.
 
     Iterating over a training split goes on without end and from where it is; over ``"heldout"`` it
     starts anew each time and ends.

@@ -100,8 +100,16 @@ def plan_rows(
 
     Parameters
     ----------
+    config : LlamaConfig
+        The model.
+    policy : Policy
+        Sharding and precision, resolved.
+    world_size : int
+        Ranks.
     batch : (int, int)
         Sequences and tokens of a sequence.
+    checkpointing : bool
+        Activations are computed again in backward.
 
     Returns
     -------
