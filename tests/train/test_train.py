@@ -94,6 +94,7 @@ def test_a_run_learns_and_leaves_its_files(straight: TrainResult) -> None:
     assert len(straight.weights_sha256) == 64
     assert straight.memory["master"]["host"] >= 4 * straight.params
     assert straight.memory["moments"]["rank"] < straight.memory["moments"]["host"]
+    assert straight.pss > sum(sizes["host"] for sizes in straight.memory.values()) / 2
 
 
 def test_threads_and_stages_change_no_bit(

@@ -205,6 +205,18 @@ def _is_screen(stream: Any) -> bool:
         return False
 
 
+def own_pss() -> int:
+    """Proportional set size of this process, bytes: its private pages and its part of shared ones,
+    so that the sizes of all ranks add up to what the host spends. 0 where
+    the system does not say."""
+    try:
+        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    found = re.search(r"^Pss:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0
+
+
 def size(nbytes: float) -> str:
     """Bytes in a person's words."""
     for unit in ("B", "kB", "MB"):

@@ -30,8 +30,10 @@ from .report import (
     StepReport,
     draw_loss,
     known_words,
+    own_pss,
     plain,
     reason,
+    size,
     write_file,
     write_result,
 )
@@ -66,6 +68,10 @@ class TrainResult:
     weights_sha256 : str
     memory : dict
         Class of memory -> ``{"rank": bytes of this rank, "host": bytes of all ranks of the host}``.
+    pss : int
+        Most proportional set size of all ranks together, bytes, as seen after evaluations and at
+        the end: what the host spends, interpreter and libraries included; 0 where the system does
+        not say.
     interrupted : str or None
         The signal that ended it before ``steps``.
     checkpoint, model : Path or None
@@ -88,6 +94,7 @@ class TrainResult:
     grad_norm_last: float | None
     weights_sha256: str
     memory: dict[str, dict[str, int]]
+    pss: int
     interrupted: str | None
     checkpoint: Path | None
     model: Path | None
@@ -204,6 +211,7 @@ class _Run:
         self.grad_norm_last: float | None = None
         self.saved: Path | None = None
         self.saved_step = -1
+        self.pss = 0
 
     def close(self) -> None:
         """Local; never waits."""
@@ -449,6 +457,7 @@ class _Run:
             sums += loss.local * loss.tokens if loss.tokens else 0.0, loss.tokens
         total, tokens = self.world.all_reduce(sums)
         self.eval_loss = float(total / tokens)
+        self.pss = max(self.pss, self.pss_now())
         if self.metrics is not None:
             self.metrics.write(step=self.step, eval_loss=self.eval_loss)
         self.note(f"step {self.step:>5}/{self.config.steps}  held-out loss {self.eval_loss:.3f}")
@@ -496,24 +505,32 @@ class _Run:
             said = draw_loss(folder.metrics, folder.loss)
             if said:
                 self.note(said)
-        self.say_how(interrupted)
+        self.pss = max(self.pss, self.pss_now())
+        memory = self.memory_table()
+        self.say_how(interrupted, sum(sizes["host"] for sizes in memory.values()))
         return TrainResult(
             **self.known(),
             weights_sha256=flatshard.weights_sha256(model),
-            memory=self.memory_table(),
+            memory=memory,
+            pss=self.pss,
             interrupted=interrupted,
             checkpoint=self.saved,
             model=folder.model if interrupted is None else None,
             sample=sample,
         )
 
-    def say_how(self, interrupted: str | None) -> None:
-        """The last lines: how fast it was, and where everything is."""
+    def say_how(self, interrupted: str | None, ledger: int) -> None:
+        """The last lines: how fast it was, what it took, and where everything is."""
         speed, folder = self.meter.tokens_per_second, self.folder
         if speed is not None:
             self.note(
                 f"speed   {speed:,.0f} tokens/s, {self.meter.step_ms:.0f} ms a step (medians), "
                 f"MFU {self.meter.mfu(speed):.0%}"
+            )
+        if self.pss:
+            self.note(
+                f"memory  peak {size(ledger)} in the ledger, {size(self.pss)} PSS of all ranks, "
+                "interpreters and libraries included"
             )
         if interrupted is not None:
             self.note(
@@ -557,6 +574,12 @@ class _Run:
     def memory_held(self) -> int:
         """Bytes this rank holds now."""
         return sum(private + shared for private, shared, _ in self.world.memory().values())
+
+    def pss_now(self) -> int:
+        """Proportional set size of all ranks, bytes; threads are one process. Collective."""
+        if self.world._core.is_threads:
+            return own_pss()
+        return int(self.world.all_reduce(np.array([own_pss()], np.int64))[0])
 
     def memory_table(self) -> dict[str, dict[str, int]]:
         """Peak of each class on this rank and, summed over its ranks, on the host. Collective."""
