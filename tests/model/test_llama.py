@@ -2,6 +2,11 @@
 is frozen, ignored and refused; initial weights; memory as planned; generation."""
 
 import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +127,67 @@ def test_bits_do_not_depend_on_threads() -> None:
     for threads in (1, 2, 3, 4):
         alone(run, threads=threads)
     assert all(result == results[0] for result in results)
+
+
+SCRIPT = """
+import json, sys
+import flatshard as fs
+from flatshard import blas
+from test_llama import TIED, train
+
+def run(world):
+    # More rows of every matrix than one tile of the products has, and odd ones.
+    config = {**TIED, "intermediate_size": 1100, "vocab_size": 1050}
+    for _ in range(50):
+        found = train(world, config, steps=1)
+        if world._core.threads_used() == threads:
+            return found
+    raise SystemExit("threads that never ran prove nothing")
+
+found = []
+for threads in json.loads(sys.argv[1]):
+    found.append(fs.local_world(1, threads=threads).run(run)[0])
+print(json.dumps([blas.load(), fs._core.cpu_isa(), found]))
+"""
+
+
+def in_a_process(threads: list[int], **environment: str) -> tuple[str, str, list[Any]]:
+    """Trains in a process of its own: library and core, instruction set, results per threads."""
+    here = pathlib.Path(__file__).parent
+    path = os.pathsep.join([str(here), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(threads)],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    library, isa, found = json.loads(result.stdout.splitlines()[-1])
+    return library, isa, found
+
+
+def test_bits_do_not_depend_on_threads_with_another_core_of_the_library() -> None:
+    """Haswell's kernels compute a row differently in differently sized calls; our grid is fixed."""
+    library, _, found = in_a_process([1, 2, 4], OPENBLAS_CORETYPE="Haswell")
+    if "haswell" not in library.lower():
+        pytest.skip(f"the library took another core: {library}")
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_instruction_sets_agree_on_the_whole_model(isa: str) -> None:
+    try:
+        _core.Kernels(isa)
+    except NotImplementedError:
+        pytest.skip(f"no {isa} here")
+    _, best, want = in_a_process([1])
+    if best == isa:
+        pytest.skip(f"{isa} is the best here")
+    _, used, got = in_a_process([1], FLATSHARD_CPU=isa)
+    assert used == isa
+    assert abs(got[0][1][0] / want[0][1][0] - 1.0) < 1e-6
 
 
 def test_checkpointing_gives_the_same_gradients_and_holds_less() -> None:

@@ -95,6 +95,7 @@ def plan_rows(
     batch: tuple[int, int],
     *,
     checkpointing: bool = False,
+    frozen: Iterable[str] = (),
 ) -> dict[str, tuple[int, int]]:
     """What forward and backward of a micro-batch hold on a rank, on top of the shards.
 
@@ -110,13 +111,15 @@ def plan_rows(
         Sequences and tokens of a sequence.
     checkpointing : bool
         Activations are computed again in backward.
+    frozen : iterable of str
+        As for :func:`define`.
 
     Returns
     -------
     dict of str to (int, int)
         Class to (private, world) bytes.
     """
-    definition = core_definition(*define(config))
+    definition = core_definition(*define(config, frozen=frozen))
     rows = _core.llama_plan(
         config.core(), *definition, policy.core(), world_size, checkpointing, *batch
     )
@@ -504,6 +507,7 @@ class Llama:
                 self.shards.world.size,
                 self._largest.batch,
                 checkpointing=self.checkpointing,
+                frozen=[p.name for p in self.shards.parameters if not p.trainable],
             )
             for name, (private, world) in more.items():
                 held = rows.get(name, (0, 0))
