@@ -417,6 +417,18 @@ world_close(PyObject *object, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *
+world_leave(PyObject *object, PyObject *arg)
+{
+    fs_world *world = fs_py_world_get(object);
+    const char *reason = world != NULL ? PyUnicode_AsUTF8(arg) : NULL;
+    if (reason == NULL) {
+        return NULL;
+    }
+    fs_job_leave(fs_world_job(world), fs_world_job_rank(world), reason);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 world_split(PyObject *object, PyObject *args)
 {
     long long color, key;
@@ -647,6 +659,8 @@ static PyType_Spec job_spec = {
 };
 
 static const PyMethodDef life_methods[] = {
+    {"leave", world_leave, METH_O,
+     "leave($self, reason, /)\n--\n\nThis rank ends the job for a reason; its peers learn it."},
     {"split", world_split, METH_VARARGS,
      "split($self, color, key, /)\n--\n\nThe world of the ranks with this color; None for color < 0."},
     {"usable", world_usable, METH_NOARGS, "usable($self, /)\n--\n\nRaises if the world is poisoned."},

@@ -75,7 +75,7 @@ fs_job_page_nbytes(int size)
 }
 
 void
-fs_job_page_init(fs_job_page *page, int size, uint64_t nonce, bool shared)
+fs_job_page_init(fs_job_page *page, int size, uint64_t nonce)
 {
     page->layout = FS_JOB_LAYOUT;
     page->size = (uint32_t)size;
@@ -86,7 +86,7 @@ fs_job_page_init(fs_job_page *page, int size, uint64_t nonce, bool shared)
     for (int r = 0; r < size; r++) {
         fs_note_init(&page->slot[r].note);
     }
-    fs_world_page_init((fs_world_page *)((unsigned char *)page + page->root_at), size, shared);
+    fs_world_page_init((fs_world_page *)((unsigned char *)page + page->root_at), size);
     atomic_store(&page->end, fs_round_up(page->nbytes, fs_page_nbytes()));
     page->magic = FS_JOB_MAGIC; /* last: who waits for the file to be ready looks at it */
 }
@@ -121,7 +121,7 @@ fs_job_threads(int n, fs_job **out)
         return st;
     }
     job->page = (fs_job_page *)job->memory.base;
-    fs_job_page_init(job->page, n, 0, false);
+    fs_job_page_init(job->page, n, 0);
     for (int r = 0; r < n; r++) {
         atomic_store(&job->page->slot[r].pid, (int64_t)getpid());
     }

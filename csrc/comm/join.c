@@ -96,7 +96,7 @@ make_files(fs_job *job)
     FS_TRY(fs_span_map(job, 0, nbytes, &page));
     fs_status st = fs_span_populate(job, 0, page, nbytes);
     if (st == FS_OK) {
-        fs_job_page_init(page, job->size, nonce, true);
+        fs_job_page_init(page, job->size, nonce);
         /* It only grows: a mapping of a shrunk file would kill its readers. */
         if (fcntl(job->data_fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) < 0) {
             st = FS_FAIL_ERRNO("could not seal a memory file");

@@ -82,10 +82,12 @@ fs_span_populate(fs_job *job, uint64_t at, void *mapped, size_t nbytes)
             rc = fallocate(job->data_fd, 0, (off_t)at, (off_t)nbytes);
         } while (rc < 0 && errno == EINTR);
         if (rc < 0) {
-            return errno == ENOSPC || errno == ENOMEM
-                       ? FS_FAIL(FS_ENOMEM, "the system has no room for %zu bytes of world memory: %s",
-                                 nbytes, strerror(errno))
-                       : FS_FAIL_ERRNO("could not take %zu bytes of world memory", nbytes);
+            if (errno == ENOSPC || errno == ENOMEM) {
+                return FS_FAIL(FS_ENOMEM, "the system has no room for %zu bytes of world memory: %s",
+                               nbytes, strerror(errno));
+            }
+            return FS_FAIL_ERRNO("could not take %zu bytes of world memory%s", nbytes,
+                                 errno == EFBIG ? " (RLIMIT_FSIZE; 'ulimit -f unlimited' lifts it)" : "");
         }
     }
 #else
@@ -304,6 +306,11 @@ fs_region_open(fs_world *world, const char *name, size_t stride_nbytes, fs_regio
         st = everyone(world, name, prepared, all);
     }
     if (st != FS_OK) {
+        if (world->rank == 0 && at != 0 && !job->threads) {
+            /* Nobody took it: the offset may be handed out again, if nothing came after it. */
+            uint64_t end = at + nbytes;
+            (void)atomic_compare_exchange_strong(&job->page->end, &end, at);
+        }
         goto fail;
     }
 

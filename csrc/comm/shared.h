@@ -193,7 +193,7 @@ fs_job_is_forked(const fs_job *job)
 }
 
 size_t fs_job_page_nbytes(int size);
-void fs_job_page_init(fs_job_page *page, int size, uint64_t nonce, bool shared);
+void fs_job_page_init(fs_job_page *page, int size, uint64_t nonce);
 FS_NODISCARD fs_status
 fs_job_new(int size, fs_job **out);
 
@@ -269,7 +269,7 @@ fs_world_aborted(const fs_world *world);
 // ---- world.c ------------------------------------------------------------------------------------
 
 size_t fs_world_page_nbytes(int size);
-void fs_world_page_init(fs_world_page *page, int size, bool shared);
+void fs_world_page_init(fs_world_page *page, int size);
 
 // ---- reduce.c -----------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ ring(fs_world *world)
 void
 fs_bell(fs_world *world)
 {
-    if (atomic_fetch_add(&world->page->sleepers, 0) > 0) {
+    if (!world->closed && atomic_fetch_add(&world->page->sleepers, 0) > 0) {
         ring(world);
     }
 }
@@ -369,6 +369,9 @@ wait_asleep(fs_world *world, fs_condition condition, void *ctx, unsigned flags)
 fs_status
 fs_wait(fs_world *world, fs_condition condition, void *ctx, unsigned flags)
 {
+    if (world->closed) {
+        return FS_FAIL(FS_ESTATE, "the world is closed");
+    }
     uint64_t setting = atomic_load_explicit(&delay, memory_order_relaxed);
     if (setting != 0) {
         injected_delay(setting);

@@ -16,9 +16,8 @@ fs_world_page_nbytes(int size)
 }
 
 void
-fs_world_page_init(fs_world_page *page, int size, bool shared)
+fs_world_page_init(fs_world_page *page, int size)
 {
-    (void)shared;
     atomic_store(&page->open, (uint32_t)size);
 #ifdef FS_THREADS_ONLY
     (void)pthread_mutex_init(&page->lock, NULL);
@@ -191,7 +190,7 @@ make_page(fs_job *job, int size, uint64_t *out_at)
     if (st == FS_OK) {
         st = fs_span_populate(job, at, page, nbytes);
         if (st == FS_OK) {
-            fs_world_page_init(page, size, !job->threads);
+            fs_world_page_init(page, size);
             *out_at = at;
         }
         fs_span_unmap(job, page, nbytes);

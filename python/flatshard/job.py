@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from . import _core, _log, _start
 from .errors import ConfigError
-from .world import World
+from .world import World, reason_of
 
 __all__ = ["LocalWorld", "init", "local_world"]
 
@@ -122,7 +122,7 @@ def init(
             threads=threads or 0,
         )
     except BaseException as error:
-        job.leave(place.rank, _reason(error))
+        job.leave(place.rank, reason_of(error))
         job.close()
         raise
     if _Process.worlds == 0:
@@ -159,20 +159,15 @@ def _forget() -> None:
         job.close()
 
 
-def _reason(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _at_exit() -> None:
     """Tells the others why this process ends, so that none waits for it."""
     world, job = _Process.world, _Process.job
     if world is None or job is None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is not None:
-        job.leave(world._core.job_rank, _reason(error))
     with contextlib.suppress(RuntimeError):  # another thread is in a call: leaving has told it
+        if error is not None:
+            world._core.leave(reason_of(error))
         world.close()
 
 
@@ -285,7 +280,7 @@ class _Rank:
             self.result = function(world, *args)
         except BaseException as error:
             self.error = error
-            reason = _reason(error)
+            reason = reason_of(error)
             # Before the others can know: whoever fails because of us comes later.
             with _Rank._lock:
                 _Rank._failures += 1

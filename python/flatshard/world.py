@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import numpy as np
@@ -75,7 +76,13 @@ class World:
         Compute threads of this rank: ``FLATSHARD_THREADS``, else its share of the processors.
     """
 
-    def __init__(self, core: _core.World, *, local_rank: int, on_close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        core: _core.World,
+        *,
+        local_rank: int,
+        on_close: Callable[[], None],
+    ) -> None:
         self._core = core
         self._on_close = on_close
         self.rank: int = core.rank
@@ -91,7 +98,15 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            with contextlib.suppress(RuntimeError):  # closed in the block
+                self._core.leave(reason_of(error))
         self.close()
 
     # ---- collectives ------------------------------------------------------------------------
@@ -485,6 +500,12 @@ class World:
         """
         self._core.close()
         self._on_close()
+
+
+def reason_of(error: BaseException) -> str:
+    """What peers are told of an exception: its type and text."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _warn(text: str) -> None:

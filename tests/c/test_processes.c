@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdint.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -143,6 +144,24 @@ sharing_body(fs_world *world, void *ctx)
     return 0;
 }
 
+/* One rank's limit on file sizes, which memory files have to keep too, is found before it kills. */
+static int
+limited_body(fs_world *world, void *ctx)
+{
+    (void)ctx;
+    if (fs_world_rank(world) == 1) {
+        const struct rlimit limit = {8 << 20, 8 << 20};
+        CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit");
+    }
+    fs_region *region;
+    CHECK_STATUS(fs_region_open(world, "large", 16 << 20, &region), FS_EBUDGET);
+    CHECK(strstr(fs_status_message(), "of rank 1, 8.0 MiB (RLIMIT_FSIZE") != NULL, "%s",
+          fs_status_message());
+    CHECK_OK(fs_region_open(world, "small", 1 << 20, &region));
+    fs_region_close(region);
+    return 0;
+}
+
 static void
 test_sharing(void)
 {
@@ -156,6 +175,8 @@ test_sharing(void)
         run_processes(&call, sharing_body);
         fs_job_close(job);
     }
+    process_call call = {2, "limited", -1, -1, 20.0, 0, NULL};
+    run_processes(&call, limited_body);
     CHECK(access(folder, F_OK) < 0, "%s was made although nobody needed it", folder);
 }
 

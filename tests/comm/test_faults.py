@@ -83,6 +83,25 @@ def test_an_exception_reaches_the_others() -> None:
         assert "failed: LookupError: no such thing" in survivor.out
 
 
+def test_an_exception_in_a_with_block_reaches_the_others() -> None:
+    """The block closes the world on its way out; the reason goes with it."""
+    program = """
+        try:
+            with init(timeout=30) as world:
+                world.barrier()
+                if world.rank == 1:
+                    raise LookupError("no such thing")
+                world.barrier()
+        except LookupError:
+            time.sleep(3)
+        except errors.PeerLost as error:
+            assert "failed: LookupError: no such thing" in str(error), error
+            say("lost")
+    """
+    with Ranks(2, program) as job:
+        assert "lost" in job.all_well()[0]
+
+
 def test_leaving_early_is_said() -> None:
     for leave in ("sys.exit(0)", "world.close(); time.sleep(5)"):
         program = MEET + f"    if world.rank == 1:\n        {leave}\n"

@@ -270,3 +270,34 @@ def test_many_jobs_at_once(script) -> None:
     ports = [job.communicate(timeout=ranks.DEADLINE_S)[0].strip() for job in jobs]
     assert all(job.returncode == 0 for job in jobs)
     assert all(port.isdecimal() for port in ports)
+
+
+@pytest.mark.torch
+def test_torchrun(tmp_path: pathlib.Path) -> None:
+    """The real one: its variables, its end of the others, and our report before that."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import flatshard, os, signal, sys\n"
+        "world = flatshard.init(timeout=30)\n"
+        "assert world.all_reduce(1) == 2\n"
+        "if 'kill' in sys.argv and world.rank == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "world.barrier()\n"
+        "print('well', world.rank, flush=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, str(path), *arguments],
+            env=ranks.environment(),
+            capture_output=True,
+            text=True,
+            timeout=ranks.DEADLINE_S * 2,
+        )
+
+    end = run()
+    assert end.returncode == 0 and sorted(end.stdout.splitlines()) == ["well 0", "well 1"], end
+    end = run("kill")
+    assert end.returncode != 0
+    assert "flatshard: rank 0 stops: rank 1" in end.stderr and "died" in end.stderr, end.stderr
