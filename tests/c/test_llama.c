@@ -1,4 +1,5 @@
 // sanitizers: tsan
+// flavours: neon
 /* The model over shards, without Python and without a BLAS library: every instruction set, sharding and
  * checkpointing give one loss and one model; training descends; the n-th failing allocation is
  * reported and harms nothing. */
