@@ -15,8 +15,8 @@ static const char *const class_names[FS_MEM_CLASS_COUNT] = {
     [FS_MEM_ACCUMULATORS] = "accumulators", [FS_MEM_MASTER] = "master",
     [FS_MEM_MOMENTS] = "moments",           [FS_MEM_ACTIVATIONS] = "activations",
     [FS_MEM_WORKSPACE] = "workspace",       [FS_MEM_WINDOWS] = "windows",
-    [FS_MEM_SPILL] = "spill",               [FS_MEM_CHECKPOINT] = "checkpoint",
-    [FS_MEM_BOOKKEEPING] = "bookkeeping",
+    [FS_MEM_SPILL] = "spill",               [FS_MEM_CACHE] = "cache",
+    [FS_MEM_CHECKPOINT] = "checkpoint",     [FS_MEM_BOOKKEEPING] = "bookkeeping",
 };
 
 const char *

@@ -12,8 +12,8 @@ place_cache(const fs_llama_config *config, fs_cache *cache, fs_arena *arena)
     FS_TRY(fs_mul_size(n, fs_padded_dim(config->head_dim), &cache->layer_n));
     FS_TRY(fs_mul_size(cache->layer_n, config->num_hidden_layers, &n));
     FS_TRY(fs_mul_size(n, sizeof(float), &nbytes));
-    FS_TRY(fs_arena_take(arena, FS_MEM_ACTIVATIONS, nbytes, &cache->k));
-    return fs_arena_take(arena, FS_MEM_ACTIVATIONS, nbytes, &cache->v);
+    FS_TRY(fs_arena_take(arena, FS_MEM_CACHE, nbytes, &cache->k));
+    return fs_arena_take(arena, FS_MEM_CACHE, nbytes, &cache->v);
 }
 
 fs_status
