@@ -39,8 +39,9 @@ typedef struct fs_exec {
 
 // ---- sum over ranks -----------------------------------------------------------------------------
 
-/* acc = (accumulate ? acc : 0) + sum over r in rank order of src[r], summed in fp32 (fp64 for fp64
- * sources), stored in acc_dtype. A NULL source is a rank without a gradient. One pass also gives the
+/* acc = sum over r in rank order of src[r], or acc + that sum; summed in fp32 (fp64 for fp64
+ * sources), stored in acc_dtype. A NULL source is a rank without a gradient, and adds nothing (not
+ * zero: a lone -0 stays); without any source the sum is 0. One pass also gives the
  * fp64 sum of squares of what was written (squares in fp64: no overflow at 1e30, no loss at 1e-30)
  * and whether all of it is finite. */
 typedef struct fs_sum {
@@ -141,8 +142,9 @@ FS_NODISCARD fs_status
 fs_device_cpu(fs_isa isa, const fs_device **out);
 
 /* Loads the CBLAS library that gemm uses (symbols cblas_sgemm or scipy_cblas_sgemm), once per process,
- * and sets it to one thread. Calls of gemm before this are a fault. Thread-safe. path: a shared
- * library. out_description (may be NULL): library and core name, valid for the process's life. */
+ * and sets it to one thread; a CBLAS that cannot be held to one (not OpenBLAS) is FS_EUNSUPPORTED.
+ * Calls of gemm before this are a fault. Thread-safe. path: a shared library; a second call keeps
+ * the first library. out_description (may be NULL): library and core name, valid for the process's life. */
 FS_NODISCARD fs_status
 fs_gemm_load(const char *path, const char **out_description);
 bool fs_gemm_is_loaded(void);
