@@ -606,7 +606,7 @@ def test_cached_logits_are_those_of_the_whole_text(window: int) -> None:
         model = Llama.from_config(config, world=world, sharding=fs.Sharding(gather="copy"))
         ids = batch(0, 3, 100)[0]
         whole = model.logits(ids)
-        before = world.memory()["activations"][0]
+        before = world.memory()["cache"][0]
         model._core.cache_begin(3, 100)
         scores = np.empty((3, 67), np.float32)
         at = 0
@@ -619,7 +619,7 @@ def test_cached_logits_are_those_of_the_whole_text(window: int) -> None:
             model._core.cache_extend(np.ascontiguousarray(ids[:, :1]), scores)
         with pytest.raises(ValueError, match="of 3 sequences"):
             model._core.cache_extend(np.ascontiguousarray(ids[:2, :1]), scores[:2])
-        assert world.memory()["activations"][0] > before
+        assert world.memory()["cache"][0] > before
         model._core.cache_end()
         assert world.memory()["activations"][0] == before
         with pytest.raises(ValueError, match="128 positions"):
