@@ -355,39 +355,66 @@ commit_body(fs_world *world, void *ctx)
     CHECK(st == FS_ESYS && fs_status_errno() == ENOENT, "%d: %s", (int)st, fs_status_message());
 }
 
+/* An operation whose nth allocation (of all ranks together) fails; call.saved_size is n. */
+typedef fs_status (*operation)(fs_shards *shards, const call *c);
+
+static fs_status
+save_once(fs_shards *shards, const call *c)
+{
+    fs_blocks *blocks = NULL;
+    fs_status st = fs_save(shards, c->folder, 2, &blocks);
+    for (int r = 0; st == FS_OK && r < c->shape->size; r++) {
+        fs_blocks_free(&blocks[r]);
+    }
+    fs_free(st == FS_OK ? blocks : NULL);
+    return st;
+}
+
+static fs_status
+read_once(fs_shards *shards, const call *c)
+{
+    return read_all(shards, c->folder, c->shape->size);
+}
+
+static operation under_test;
+
 static void
 allocation_body(fs_world *world, void *ctx)
 {
     call *c = ctx;
     int rank = fs_world_rank(world);
-    fs_blocks *blocks = NULL;
     fs_shards *shards = open_shards(world, c->shape);
     CHECK_OK(fs_barrier(world));
     if (rank == 0) {
         (void)fs_alloc_fail_at((size_t)c->saved_size);
     }
     CHECK_OK(fs_barrier(world));
-    c->got[rank] = fs_save(shards, c->folder, 2, &blocks);
-    for (int r = 0; c->got[rank] == FS_OK && r < c->shape->size; r++) {
-        fs_blocks_free(&blocks[r]);
-    }
-    fs_free(c->got[rank] == FS_OK ? blocks : NULL);
+    c->got[rank] = under_test(shards, c);
     CHECK_OK(fs_barrier(world));
     if (rank == 0) {
         (void)fs_alloc_fail_at(0);
     }
+    CHECK(fs_world_ledger(world)->private_nbytes[FS_MEM_CHECKPOINT] == 0, "buffers are given back");
     fs_shards_close(shards);
 }
 
-/* The nth allocation of a save fails, for every n: it fails for all, and leaks nothing. */
+/* For every n: it fails for all ranks alike, leaks nothing, and keeps nobody waiting. */
 static void
-test_allocations(int size)
+test_allocations(operation what, int size)
 {
     const shape s = {size, FS_PARTITION_FLAT, 1, FS_WEIGHTS_SHARED, FS_F32, false};
+    char folder[256], name[32];
+    under_test = what;
+    (void)snprintf(name, sizeof name, "alloc%d", size);
+    make_folder(folder, name);
+    if (what == read_once) {
+        save(&s, folder);
+    }
     for (int nth = 1;; nth++) {
-        char folder[256], name[32];
-        (void)snprintf(name, sizeof name, "alloc%d-%d", size, nth);
-        make_folder(folder, name);
+        if (what == save_once) {
+            (void)snprintf(name, sizeof name, "alloc%d-%d", size, nth);
+            make_folder(folder, name);
+        }
         call c = {.shape = &s, .folder = folder, .saved_size = nth};
         run_ranks(s.size, allocation_body, &c);
         for (int r = 1; r < size; r++) {
@@ -398,6 +425,9 @@ test_allocations(int size)
             break;
         }
         CHECK(c.got[0] == FS_ENOMEM, "%d", (int)c.got[0]);
+    }
+    if (what == read_once) {
+        free_saved(size);
     }
 }
 
@@ -411,8 +441,10 @@ main(void)
     run_ranks(4, agree_body, NULL);
     make_folder(folder, "hidden");
     run_ranks(2, commit_body, folder);
-    test_allocations(1);
-    test_allocations(2);
+    for (int size = 1; size <= 2; size++) {
+        test_allocations(save_once, size);
+        test_allocations(read_once, size);
+    }
     (void)snprintf(words, sizeof words, "rm -r %s", root);
     CHECK(system(words) == 0, "%s", words);
     return 0;
