@@ -423,14 +423,84 @@ io_shards_save(PyObject *Py_UNUSED(module), PyObject *args)
     fs_status st;
     FS_CALL(world, st, fs_save(shards, folder, moments_n, &blocks));
     fs_py_shards_leave(shards_object);
-    if (st != FS_OK) {
-        return fs_raise(st, world);
-    }
-    PyObject *result = blocks_tuple(blocks, size);
-    for (int r = 0; r < size; r++) {
+    PyObject *result = st == FS_OK ? blocks_tuple(blocks, size) : fs_raise(st, world);
+    for (int r = 0; blocks != NULL && r < size; r++) { /* a signal handler may raise after success */
         fs_blocks_free(&blocks[r]);
     }
     fs_free(blocks);
+    return result;
+}
+
+// ---- behind the training ------------------------------------------------------------------------
+
+#define SNAPSHOT_NAME "flatshard._core.Snapshot"
+
+static void
+snapshot_destroy(PyObject *capsule)
+{
+    fs_snapshot_close(PyCapsule_GetPointer(capsule, SNAPSHOT_NAME));
+    Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule)); /* the world, and with it the ledger */
+}
+
+static PyObject *
+io_shards_snapshot(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *shards_object;
+    const char *folder;
+    int moments_n;
+    if (!PyArg_ParseTuple(args, "Osi:shards_snapshot", &shards_object, &folder, &moments_n)) {
+        return NULL;
+    }
+    fs_shards *shards = fs_py_shards_enter(shards_object);
+    if (shards == NULL) {
+        return NULL;
+    }
+    fs_world *world = fs_shards_world(shards);
+    fs_snapshot *snapshot = NULL;
+    fs_status st;
+    FS_CALL(world, st, fs_snapshot_open(shards, folder, moments_n, &snapshot));
+    fs_py_shards_leave(shards_object);
+    if (st != FS_OK) {
+        fs_snapshot_close(snapshot);
+        return fs_raise(st, world);
+    }
+    PyObject *capsule = PyCapsule_New(snapshot, SNAPSHOT_NAME, snapshot_destroy);
+    if (capsule == NULL) {
+        fs_snapshot_close(snapshot);
+        return NULL;
+    }
+    PyObject *world_object = Py_NewRef(fs_py_shards_world(shards_object));
+    if (PyCapsule_SetContext(capsule, world_object) != 0) {
+        Py_DECREF(world_object);
+        Py_DECREF(capsule);
+        return NULL;
+    }
+    return capsule;
+}
+
+static PyObject *
+io_snapshot_write(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *capsule;
+    const char *folder;
+    if (!PyArg_ParseTuple(args, "Os:snapshot_write", &capsule, &folder)) {
+        return NULL;
+    }
+    fs_snapshot *snapshot = PyCapsule_GetPointer(capsule, SNAPSHOT_NAME);
+    if (snapshot == NULL) {
+        return NULL;
+    }
+    fs_blocks blocks = {0};
+    fs_status st;
+    Py_BEGIN_ALLOW_THREADS
+    st = fs_snapshot_write(snapshot, folder, &blocks);
+    Py_END_ALLOW_THREADS
+    if (st != FS_OK) {
+        return fs_raise(st, NULL);
+    }
+    PyObject *result = Py_BuildValue("(ny#)", (Py_ssize_t)blocks.nbytes, (const char *)blocks.crc,
+                                     (Py_ssize_t)(4 * blocks.n));
+    fs_blocks_free(&blocks);
     return result;
 }
 
@@ -624,8 +694,8 @@ io_share(PyObject *Py_UNUSED(module), PyObject *args)
     fs_world *world = fs_py_world_get(world_object);
     PyObject *list = NULL;
     if (world != NULL) {
-        char *all;
-        size_t *counts;
+        char *all = NULL;
+        size_t *counts = NULL;
         fs_status st;
         FS_CALL(world, st, fs_share(world, FS_OP_SAVE, FS_OK, bytes.buf, (size_t)bytes.len, &all, &counts));
         if (st != FS_OK) {
@@ -642,9 +712,9 @@ io_share(PyObject *Py_UNUSED(module), PyObject *args)
                 }
                 PyList_SET_ITEM(list, r, item);
             }
-            fs_free(all);
-            fs_free(counts);
         }
+        fs_free(all);
+        fs_free(counts);
     }
     PyBuffer_Release(&bytes);
     return list;
@@ -687,6 +757,11 @@ static PyMethodDef functions[] = {
      "blocks_check($module, folder, file, /)\n--\n\nIndexes of damaged blocks of (name, nbytes, crcs)."},
     {"shards_save", io_shards_save, METH_VARARGS,
      "shards_save($module, shards, folder, moments, /)\n--\n\nCollective: one file per rank; ((nbytes, crcs), ...)."},
+    {"shards_snapshot", io_shards_snapshot, METH_VARARGS,
+     "shards_snapshot($module, shards, folder, moments, /)\n--\n\nCollective: a copy of what this rank saves,"
+     " for snapshot_write."},
+    {"snapshot_write", io_snapshot_write, METH_VARARGS,
+     "snapshot_write($module, snapshot, folder, /)\n--\n\nThis rank's file, from any thread; (nbytes, crcs)."},
     {"shards_export", io_shards_export, METH_VARARGS,
      "shards_export($module, shards, master, folder, name, tensors, metadata, /)\n--\n\nWrites whole"
      " parameters to a new safetensors file; called by one rank between two fences."},

@@ -144,6 +144,22 @@ fs_stream(const char *folder, const char *name, const fs_tensor_def *defs, size_
 FS_NODISCARD fs_status
 fs_save(fs_shards *shards, const char *folder, int moments_n, fs_blocks **out_blocks);
 
+/* What a rank would save, copied, so that the training may go on while it is written. */
+typedef struct fs_snapshot fs_snapshot;
+
+/* Collective, as the first half of fs_save: room in folder is checked, and everything that this rank
+ * speaks for is copied into memory charged as FS_MEM_CHECKPOINT to the world's ledger (which must
+ * outlive the snapshot). */
+FS_NODISCARD fs_status
+fs_snapshot_open(fs_shards *shards, const char *folder, int moments_n, fs_snapshot **out);
+
+/* Local, from any one thread: this rank's file, as fs_save writes it. Once. */
+FS_NODISCARD fs_status
+fs_snapshot_write(fs_snapshot *snapshot, const char *folder, fs_blocks *out_blocks);
+
+/* NULL is fine. */
+void fs_snapshot_close(fs_snapshot *snapshot);
+
 /* The name of a rank's file; buffer of 64 bytes. */
 void fs_rank_file_name(int rank, int size, char *buffer);
 

@@ -179,6 +179,35 @@ share_blocks(fs_world *world, const uint64_t *nbytes, fs_blocks *blocks)
     return st;
 }
 
+/* Collective: lists what this rank writes, and looks whether folder has room for what all ranks write.
+ * Fails on all ranks if it fails on one. nbytes: world size entries, of every rank's file. */
+static fs_status
+prepare(save *call, const char *folder, int moments_n, fs_header *header, uint64_t *nbytes)
+{
+    fs_shards *shards = call->shards;
+    fs_world *world = fs_shards_world(shards);
+    int size = fs_world_size(world), rank = fs_world_rank(world);
+    char rank_text[16], size_text[16];
+    (void)snprintf(rank_text, sizeof rank_text, "%d", rank);
+    (void)snprintf(size_text, sizeof size_text, "%d", size);
+    const fs_text_pair metadata[] = {{"format", "flatshard 1"}, {"rank", rank_text},
+                                     {"world_size", size_text}};
+    fs_status st = fs_shards_whole(shards);
+    if (st == FS_OK && (moments_n < 0 || moments_n > fs_shards_moments_n(shards))) {
+        st = FS_FAIL(FS_EINVAL, "%d moments are to be saved, the optimizer keeps %d", moments_n,
+                     fs_shards_moments_n(shards));
+    }
+    st = st == FS_OK ? list_items(call, moments_n) : st;
+    st = st == FS_OK ? fs_header_make(call->defs, call->n, metadata, 3, header) : st;
+    FS_TRY(fs_agree(world, FS_OP_SAVE, st, header->nbytes + header->data_nbytes, nbytes));
+    size_t total = 0;
+    for (int r = 0; r < size && st == FS_OK; r++) {
+        st = fs_add_size(total, (size_t)nbytes[r], &total);
+    }
+    st = st == FS_OK ? fs_room_check(folder, total) : st;
+    return fs_agree(world, FS_OP_SAVE, st, 0, NULL);
+}
+
 fs_status
 fs_save(fs_shards *shards, const char *folder, int moments_n, fs_blocks **out_blocks)
 {
@@ -187,33 +216,16 @@ fs_save(fs_shards *shards, const char *folder, int moments_n, fs_blocks **out_bl
     save call = {.shards = shards};
     fs_header header = {0};
     fs_blocks *blocks = NULL;
-    uint64_t *nbytes = NULL;
-    char name[64], rank_text[16], size_text[16];
-    (void)snprintf(rank_text, sizeof rank_text, "%d", rank);
-    (void)snprintf(size_text, sizeof size_text, "%d", size);
-    const fs_text_pair metadata[] = {{"format", "flatshard 1"}, {"rank", rank_text},
-                                     {"world_size", size_text}};
+    uint64_t nbytes[FS_RANKS_MAX];
+    char name[64];
     fs_rank_file_name(rank, size, name);
-
-    fs_status st = fs_shards_whole(shards);
-    if (st == FS_OK && (moments_n < 0 || moments_n > fs_shards_moments_n(shards))) {
-        st = FS_FAIL(FS_EINVAL, "%d moments are to be saved, the optimizer keeps %d", moments_n,
-                     fs_shards_moments_n(shards));
+    fs_status st;
+    FS_TRY_GOTO(prepare(&call, folder, moments_n, &header, nbytes), st, done);
+    st = fs_calloc((size_t)size, sizeof *blocks, &blocks);
+    if (st == FS_OK) {
+        st = stream(folder, name, &header, call.defs, call.n, from_shards, &call,
+                    fs_world_ledger(world), &blocks[rank]);
     }
-    st = st == FS_OK ? fs_calloc((size_t)size, sizeof *blocks, &blocks) : st;
-    st = st == FS_OK ? fs_calloc((size_t)size, sizeof *nbytes, &nbytes) : st;
-    st = st == FS_OK ? list_items(&call, moments_n) : st;
-    st = st == FS_OK ? fs_header_make(call.defs, call.n, metadata, 3, &header) : st;
-    FS_TRY_GOTO(fs_agree(world, FS_OP_SAVE, st, header.nbytes + header.data_nbytes, nbytes), st, done);
-    size_t total = 0;
-    st = FS_OK;
-    for (int r = 0; r < size && st == FS_OK; r++) {
-        st = fs_add_size(total, (size_t)nbytes[r], &total);
-    }
-    st = st == FS_OK ? fs_room_check(folder, total) : st;
-    FS_TRY_GOTO(fs_agree(world, FS_OP_SAVE, st, 0, NULL), st, done);
-    st = stream(folder, name, &header, call.defs, call.n, from_shards, &call, fs_world_ledger(world),
-                &blocks[rank]);
     FS_TRY_GOTO(fs_agree(world, FS_OP_SAVE, st, 0, NULL), st, done);
     st = share_blocks(world, nbytes, blocks);
     FS_TRY_GOTO(fs_agree(world, FS_OP_SAVE, st, 0, NULL), st, done);
@@ -224,8 +236,89 @@ done:
         fs_blocks_free(&blocks[r]);
     }
     fs_free(blocks);
-    fs_free(nbytes);
     fs_header_free(&header);
     save_close(&call);
     return st;
+}
+
+// ---- behind the training ------------------------------------------------------------------------
+
+struct fs_snapshot {
+    save call;
+    fs_header header;
+    char name[64];
+    fs_arena arena;
+    unsigned char **data; /* of each item */
+    fs_ledger *ledger;
+};
+
+static fs_status
+copy_items(fs_snapshot *snapshot)
+{
+    save *call = &snapshot->call;
+    size_t capacity = 0;
+    FS_TRY(fs_calloc(call->n, sizeof *snapshot->data, &snapshot->data));
+    for (size_t i = 0; i < call->n; i++) {
+        size_t nbytes = call->items[i].numel * fs_dtype_nbytes(call->defs[i].dtype);
+        FS_TRY(fs_add_size(capacity, fs_round_up(nbytes, FS_ARENA_ALIGN), &capacity));
+    }
+    FS_TRY(fs_arena_open(&snapshot->arena, snapshot->ledger, capacity));
+    for (size_t i = 0; i < call->n; i++) {
+        fs_dtype dtype = call->defs[i].dtype;
+        size_t numel = call->items[i].numel;
+        FS_TRY(fs_arena_take(&snapshot->arena, FS_MEM_CHECKPOINT, numel * fs_dtype_nbytes(dtype),
+                             &snapshot->data[i]));
+        FS_TRY(from_shards(call, i, 0, numel, snapshot->data[i], dtype));
+    }
+    return FS_OK;
+}
+
+static fs_status
+from_memory(void *ctx, size_t index, size_t begin, size_t end, void *dst, fs_dtype dtype)
+{
+    const fs_snapshot *snapshot = ctx;
+    size_t nbytes = fs_dtype_nbytes(dtype);
+    memcpy(dst, snapshot->data[index] + begin * nbytes, (end - begin) * nbytes);
+    return FS_OK;
+}
+
+fs_status
+fs_snapshot_open(fs_shards *shards, const char *folder, int moments_n, fs_snapshot **out)
+{
+    fs_world *world = fs_shards_world(shards);
+    uint64_t nbytes[FS_RANKS_MAX];
+    fs_snapshot *snapshot = NULL;
+    fs_status st = fs_calloc(1, sizeof *snapshot, &snapshot);
+    FS_TRY_GOTO(fs_agree(world, FS_OP_SAVE, st, 0, NULL), st, fail);
+    snapshot->call.shards = shards;
+    snapshot->ledger = fs_world_ledger(world);
+    fs_rank_file_name(fs_world_rank(world), fs_world_size(world), snapshot->name);
+    FS_TRY_GOTO(prepare(&snapshot->call, folder, moments_n, &snapshot->header, nbytes), st, fail);
+    FS_TRY_GOTO(fs_agree(world, FS_OP_SAVE, copy_items(snapshot), 0, NULL), st, fail);
+    snapshot->call.shards = NULL; /* they may move on, or close */
+    *out = snapshot;
+    return FS_OK;
+fail:
+    fs_snapshot_close(snapshot);
+    return st;
+}
+
+fs_status
+fs_snapshot_write(fs_snapshot *snapshot, const char *folder, fs_blocks *out_blocks)
+{
+    return stream(folder, snapshot->name, &snapshot->header, snapshot->call.defs, snapshot->call.n,
+                  from_memory, snapshot, snapshot->ledger, out_blocks);
+}
+
+void
+fs_snapshot_close(fs_snapshot *snapshot)
+{
+    if (snapshot == NULL) {
+        return;
+    }
+    fs_arena_close(&snapshot->arena);
+    fs_free(snapshot->data);
+    fs_header_free(&snapshot->header);
+    save_close(&snapshot->call);
+    fs_free(snapshot);
 }

@@ -5,6 +5,7 @@ Everything that an index says is checked here, before anything else looks at it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -24,8 +25,12 @@ __all__ = [
     "Saved",
     "catalog_of",
     "committed",
+    "first_of",
     "foreign_catalog",
+    "parse_index",
     "read_index",
+    "readable",
+    "steps",
     "write_index",
 ]
 
@@ -276,6 +281,26 @@ def committed(directory: str) -> list[str]:
         for name in sorted(os.listdir(directory))
         if _STEP_FOLDER.fullmatch(name) and os.path.isfile(os.path.join(directory, name, INDEX))
     ]
+
+
+def readable(parent: str) -> list[Index]:
+    """Indexes of the committed checkpoints whose index is whole, newest first."""
+    found = []
+    for folder in committed(parent):
+        with contextlib.suppress(CheckpointError, OSError):
+            found.append(read_index(folder))
+    return sorted(found, key=lambda index: -index.serial)
+
+
+def steps(directory: str | os.PathLike[str]) -> list[int]:
+    """Steps of the committed checkpoints under ``directory`` whose index is whole, newest first.
+
+    Parameters
+    ----------
+    directory : path
+        A run's folder.
+    """
+    return [index.step for index in readable(os.path.abspath(os.fspath(directory)))]
 
 
 # -- Hugging Face folders --------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from . import _core, errors
 
 if TYPE_CHECKING:
+    from .shard import Shards
     from .world import World
 
-__all__ = ["exchange", "on_first"]
+__all__ = ["exchange", "on_first", "shards_of", "stored_dtype"]
 
 
 def _told(rank: int, error: BaseException) -> dict[str, Any]:
@@ -87,3 +88,18 @@ def on_first(world: World, call: Callable[[], Any]) -> Any:
     """Run ``call`` on rank 0 alone and give its result to every rank; as :func:`exchange`."""
     text, error = _answer(0, call) if world.rank == 0 else (b"", None)
     return _opened(_core.io_share(world._core, text), error)[0]
+
+
+def shards_of(target: Any) -> Shards:
+    """The shards of anything that is sharded."""
+    shards = getattr(target, "shards", None)
+    if shards is None or not hasattr(shards, "parameters"):
+        raise TypeError(f"expected Shards, or anything with .shards, got {type(target).__name__}")
+    found: Shards = shards
+    return found
+
+
+def stored_dtype(shards: Shards, trainable: bool) -> str:
+    """The dtype in which a weight is written: the master's where there is one."""
+    precision = shards.policy.precision
+    return precision.master if precision.master is not None and trainable else precision.param

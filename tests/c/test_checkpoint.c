@@ -376,6 +376,21 @@ read_once(fs_shards *shards, const call *c)
     return read_all(shards, c->folder, c->shape->size);
 }
 
+static fs_status
+snapshot_once(fs_shards *shards, const call *c)
+{
+    fs_world *world = fs_shards_world(shards);
+    fs_snapshot *snapshot = NULL;
+    fs_blocks blocks = {0};
+    fs_status st = fs_snapshot_open(shards, c->folder, 2, &snapshot);
+    if (st == FS_OK) {
+        st = fs_agree(world, FS_OP_SAVE, fs_snapshot_write(snapshot, c->folder, &blocks), 0, NULL);
+    }
+    fs_blocks_free(&blocks);
+    fs_snapshot_close(snapshot);
+    return st;
+}
+
 static operation under_test;
 
 static void
@@ -411,8 +426,8 @@ test_allocations(operation what, int size)
         save(&s, folder);
     }
     for (int nth = 1;; nth++) {
-        if (what == save_once) {
-            (void)snprintf(name, sizeof name, "alloc%d-%d", size, nth);
+        if (what != read_once) {
+            (void)snprintf(name, sizeof name, "%s%d-%d", what == save_once ? "s" : "n", size, nth);
             make_folder(folder, name);
         }
         call c = {.shape = &s, .folder = folder, .saved_size = nth};
@@ -443,6 +458,7 @@ main(void)
     run_ranks(2, commit_body, folder);
     for (int size = 1; size <= 2; size++) {
         test_allocations(save_once, size);
+        test_allocations(snapshot_once, size);
         test_allocations(read_once, size);
     }
     (void)snprintf(words, sizeof words, "rm -r %s", root);

@@ -23,7 +23,10 @@ def run(world: fs.World, folder: pathlib.Path, rows: int, wait: int) -> None:
         if step == 2 and wait > 0 and world.rank == world.size - 1:
             _core.wait_fault_at(wait, 1)
         try:
-            checkpoint.save(folder, shards, opt, step=step, user=step, keep=2)
+            background = step % 2 == 1
+            checkpoint.save(
+                folder, shards, opt, step=step, user=step, keep=2, background=background
+            ).wait()
         except Exception as error:
             print(f"{type(error).__name__} {getattr(error, 'errno', None)}: {error}", flush=True)
             raise

@@ -283,8 +283,6 @@ def test_bad_arguments_raise_on_every_rank(tmp_path) -> None:
             checkpoint.save(tmp_path, shards, step=-1)
         with pytest.raises(ValueError, match="keep=0"):
             checkpoint.save(tmp_path, shards, step=1, keep=0)
-        with pytest.raises(NotImplementedError, match="background=True"):
-            checkpoint.save(tmp_path, shards, step=1, background=True)
         with pytest.raises(NotImplementedError, match=r"checkpoint\.export"):
             checkpoint.save(tmp_path, shards, step=1, kind="full")
         with pytest.raises(TypeError, match="expected Shards"):
@@ -292,6 +290,72 @@ def test_bad_arguments_raise_on_every_rank(tmp_path) -> None:
 
     local_world(2).run(body)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("size", "precision"), [(1, "fp32"), (3, "bf16")])
+def test_in_the_background(tmp_path, size, precision) -> None:
+    """Training goes on; what is committed is the moment of the call, and only when waited for."""
+
+    def body(world):
+        shards = small.build(world, precision=precision)
+        opt = small.optimizer(shards)
+        small.step(shards, opt, 1)
+        there = small.hashes(shards)
+        first = checkpoint.save(tmp_path, shards, opt, step=1, user=[1], background=True)
+        for number in range(2, 5):
+            small.step(shards, opt, number)
+        world.barrier()
+        assert checkpoint.steps(tmp_path) == []
+        assert first.wait() is first
+        assert checkpoint.steps(tmp_path) == [1]
+        assert world.memory()["checkpoint"][0] == 0, "the copy is given back"
+        after = small.hashes(shards)
+        loaded = checkpoint.load(tmp_path, shards, opt)
+        assert (loaded.step, loaded.user) == (1, [1])
+        assert small.hashes(shards) == there != after
+        # The next save and the next load see to the one before.
+        checkpoint.save(tmp_path, shards, opt, step=2, background=True)
+        checkpoint.save(tmp_path, shards, opt, step=3, background=True, keep=2)
+        assert checkpoint.load(tmp_path, shards, opt).step == 3
+        world.barrier()
+        assert checkpoint.steps(tmp_path) == [3, 2]
+        return there
+
+    expected = local_world(size).run(body)[0]
+    assert checkpoint.verify(tmp_path) == []
+    assert all(not name.startswith(".") for name in os.listdir(tmp_path))
+
+    def load(world):
+        shards = small.build(world, precision=precision)
+        checkpoint.load(tmp_path, shards, small.optimizer(shards))
+        return small.hashes(shards)
+
+    assert local_world(2).run(load)[0] == expected
+
+
+def test_a_failure_in_the_background_is_told_to_all(tmp_path, monkeypatch) -> None:
+    write, calls = _core.snapshot_write, iter(range(100))
+
+    def failing(snapshot, folder):
+        if next(calls) == 1:
+            raise OSError(28, "No space left on device", f"{folder}/x")
+        return write(snapshot, folder)
+
+    monkeypatch.setattr(_core, "snapshot_write", failing)
+
+    def body(world):
+        shards = small.build(world)
+        saving = checkpoint.save(tmp_path, shards, step=1, background=True)
+        with pytest.raises(OSError, match="No space left") as caught:
+            saving.wait()
+        assert caught.value.errno == 28
+        assert saving.wait() is saving, "told once"
+        world.barrier()
+        assert os.listdir(tmp_path) == []
+        checkpoint.save(tmp_path, shards, step=2)
+
+    local_world(3).run(body)
+    assert checkpoint.steps(tmp_path) == [2]
 
 
 def test_a_torn_model_is_not_saved(tmp_path) -> None:

@@ -1,0 +1,248 @@
+"""Reading a checkpoint: which one, is it this model, and what when it is damaged."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import _core
+from ._folders import Index, catalog_of, committed, first_of, parse_index, read_index
+from ._save import settle
+from ._together import on_first, shards_of, stored_dtype
+from .errors import CheckpointError
+
+if TYPE_CHECKING:
+    from .optim import Optimizer
+    from .shard import Shards
+
+__all__ = ["Loaded", "load"]
+
+_log = logging.getLogger("flatshard")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What :func:`load` found beside weights and state.
+
+    Parameters
+    ----------
+    step : int
+        The step that was saved.
+    user : Any
+        What was given to :func:`save` as ``user``, as JSON gives it back; None with weights_only.
+    skipped : tuple of str
+        Newer checkpoints that were passed over, each with the reason.
+    missing, unexpected : tuple of str
+        With ``strict=False``: parameters that the checkpoint lacks (left as they were), and
+        parameters that the target lacks.
+    """
+
+    step: int
+    user: Any
+    skipped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+# -- load ------------------------------------------------------------------------------------------
+
+
+def load(
+    directory: str | os.PathLike[str],
+    target: Any,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int | Literal["latest"] = "latest",
+    strict: bool = True,
+    weights_only: bool = False,
+    cast: bool = False,
+) -> Loaded:
+    """Read a checkpoint into weights and optimizer state. Collective.
+
+    Parameters
+    ----------
+    directory : path
+        A run's folder, or the folder of one checkpoint.
+    target : Shards or anything with ``.shards``
+        What to load into.
+    optimizer : Optimizer, optional
+        Gets its state back. None leaves optimizer state alone.
+    step : int or "latest"
+        "latest" takes the checkpoint with the highest serial and, where that one is damaged, falls
+        back to the newest good one and says so. A number takes that step or fails.
+    strict : bool
+        False allows parameters that only one side has.
+    weights_only : bool
+        Do not restore the optimizer, nor the user data.
+    cast : bool
+        Allow dtypes to differ from the saved ones; widening is exact, narrowing rounds to nearest.
+
+    Returns
+    -------
+    Loaded
+        The step, the user data, and what was passed over.
+
+    Raises
+    ------
+    CheckpointError
+        Nothing there; every candidate damaged (the damage is named); another model (the first
+        differences are named); a newer format; other dtypes without ``cast``. Where damage is found
+        while reading and nothing older is good, the weights are part old, part new.
+    ValueError
+        The optimizer has another rule or other parameters.
+
+    Notes
+    -----
+    Each rank reads its own ranges, in whole blocks of a MiB, each checked. Any number of ranks,
+    stage and partition may load what any other saved.
+    """
+    shards = shards_of(target)
+    world = shards.world
+    settle(shards)
+    parent = os.path.abspath(os.fspath(directory))
+    found = on_first(world, lambda: _candidates(parent, step))
+    skipped: list[str] = list(found["skipped"])
+    for folder in found["folders"]:
+        answer = on_first(world, functools.partial(_read_text, folder))
+        if "damage" in answer:
+            skipped.append(answer["damage"])
+            continue
+        index = parse_index(folder, answer["text"].encode())
+        missing, unexpected = _compare(index, shards, strict=strict, cast=cast)
+        state = None if weights_only else _optimizer_state(index, optimizer, cast=cast)
+        # Before anything is written: what cannot be given back must not be half loaded.
+        user = None if weights_only else index.user(world.rank, world.size)
+        before = None if state is None or optimizer is None else optimizer.state()
+        if state is not None and optimizer is not None:
+            optimizer.restore(state)
+        try:
+            _read(index, shards, missing, moments=0 if state is None else len(state["moments"]))
+        except BaseException as error:
+            if before is not None and optimizer is not None:
+                optimizer.restore(before)
+            if step != "latest" or not isinstance(error, (CheckpointError, FileNotFoundError)):
+                raise
+            skipped.append(f"step {index.step}: {error}")
+            continue
+        if world.rank == 0:
+            for reason in skipped:
+                _log.warning("checkpoint passed over: %s", reason)
+            if skipped:
+                _log.warning("loaded step %d from %s instead", index.step, folder)
+        return Loaded(index.step, user, tuple(skipped), missing, unexpected)
+    raise CheckpointError(f"{parent}: no checkpoint can be loaded:\n  " + "\n  ".join(skipped))
+
+
+def _candidates(parent: str, step: int | str) -> dict[str, Any]:
+    """Committed folders to try, best first, and those whose index is damaged."""
+    folders = committed(parent)
+    if not folders:
+        reason = (
+            "there is no such folder"
+            if not os.path.isdir(parent)
+            else "nothing was committed there"
+        )
+        raise CheckpointError(f"{parent}: no checkpoint to load: {reason}")
+    indexes, skipped = [], []
+    for folder in folders:
+        try:
+            indexes.append(read_index(folder))
+        except CheckpointError as error:
+            if "is newer than this version reads" in str(error):
+                raise
+            skipped.append(str(error))
+        except OSError as error:
+            skipped.append(f"{folder}: {error}")
+    indexes.sort(key=lambda index: -index.serial)
+    if step != "latest":
+        chosen = [index for index in indexes if index.step == step][:1]
+        if not chosen:
+            there = first_of([str(index.step) for index in indexes], 20) or "none that is whole"
+            lines = "".join(f"\n  {reason}" for reason in skipped)
+            raise CheckpointError(
+                f"{parent}: no checkpoint of step {step}; there are: {there}{lines}"
+            )
+        return {"folders": [chosen[0].folder], "skipped": []}
+    return {"folders": [index.folder for index in indexes], "skipped": skipped}
+
+
+def _read_text(folder: str) -> dict[str, str]:
+    """The text of an index, for all ranks: they may not each find another one."""
+    try:
+        with open(os.path.join(folder, "index.json"), "rb") as file:
+            text = file.read()
+        parse_index(folder, text)
+    except (OSError, CheckpointError) as error:
+        return {"damage": str(error)}
+    return {"text": text.decode()}
+
+
+def _compare(
+    index: Index, shards: Shards, *, strict: bool, cast: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Parameters that only one side has; CheckpointError where the two are not the same model."""
+    saved = {p.name: p for p in index.parameters}
+    ours = {p.name: p for p in shards.parameters}
+    missing = [name for name in ours if name not in saved]
+    unexpected = [name for name in saved if name not in ours]
+    shapes = [
+        f"{name} is {list(saved[name].shape)} there and {list(ours[name].shape)} here"
+        for name in ours
+        if name in saved and saved[name].shape != ours[name].shape
+    ]
+    lines = []
+    if shapes:
+        lines.append(f"shapes differ: {first_of(shapes)}")
+    if strict and missing:
+        lines.append(f"it lacks {first_of(missing)}")
+    if strict and unexpected:
+        lines.append(f"it has besides {first_of(unexpected)}")
+    if lines:
+        raise CheckpointError(f"{index.folder}: a checkpoint of another model: {'; '.join(lines)}")
+    dtypes = [
+        f"{name} is {saved[name].dtype} there and {stored_dtype(shards, p.trainable)} here"
+        for name, p in ours.items()
+        if name in saved and saved[name].dtype != stored_dtype(shards, p.trainable)
+    ]
+    if dtypes and not cast:
+        raise CheckpointError(
+            f"{index.folder}: dtypes differ: {first_of(dtypes)}; load(cast=True) converts"
+        )
+    return tuple(missing), tuple(unexpected)
+
+
+def _optimizer_state(
+    index: Index, optimizer: Optimizer | None, *, cast: bool
+) -> Mapping[str, Any] | None:
+    """The optimizer's part of an index, checked against the optimizer before anything is read."""
+    if optimizer is None:
+        return None
+    if index.optimizer is None:
+        raise CheckpointError(
+            f"{index.folder}: was saved without an optimizer; load it with weights_only=True"
+        )
+    ours, saved = optimizer.state(), index.optimizer
+    for key in ("rule", "moments"):
+        if saved.get(key) != ours[key]:
+            raise ValueError(
+                f"{index.folder}: the saved optimizer has {key} {saved.get(key)}, this one "
+                f"{ours[key]}"
+            )
+    moments = optimizer._shards.policy.precision.moments
+    if ours["moments"] and index.moments_dtype != moments and not cast:
+        raise CheckpointError(
+            f"{index.folder}: moments are {index.moments_dtype} there and {moments} here; "
+            "load(cast=True) converts"
+        )
+    return saved
+
+
+def _read(index: Index, shards: Shards, missing: tuple[str, ...], *, moments: int) -> None:
+    lacking = set(missing)
+    names = tuple(p.name for p in shards.parameters)
+    skip = bytes(name in lacking for name in names) if lacking else None
+    _core.catalog_read(shards._core, catalog_of(index).core, names, skip, moments)
