@@ -4,6 +4,7 @@ SIZE 0: ranks are processes, as the environment says; else that many threads. WA
 kills itself in the so-manieth wait after its first save.
 """
 
+import os
 import pathlib
 import sys
 
@@ -11,6 +12,11 @@ import numpy as np
 
 import flatshard as fs
 from flatshard import _core, checkpoint
+
+
+def say(text: str) -> None:
+    """A line in one write: ranks that are threads talk at the same time."""
+    os.write(1, f"{text}\n".encode())
 
 
 def run(world: fs.World, folder: pathlib.Path, rows: int, wait: int) -> None:
@@ -28,13 +34,13 @@ def run(world: fs.World, folder: pathlib.Path, rows: int, wait: int) -> None:
                 folder, shards, opt, step=step, user=step, keep=2, background=background
             ).wait()
         except Exception as error:
-            print(f"{type(error).__name__} {getattr(error, 'errno', None)}: {error}", flush=True)
+            say(f"{type(error).__name__} {getattr(error, 'errno', None)}: {error}")
             raise
         if world.rank == 0:
-            print(f"saved {step}", flush=True)
+            say(f"saved {step}")
         if wait > 0 and step == 2 and world.rank == world.size - 1:
             waits = _core.wait_fault_at(0, 0)
-            print(f"clean {waits}", flush=True)
+            say(f"clean {waits}")
         if wait > 0 and step == 3:
             return
 
@@ -42,7 +48,7 @@ def run(world: fs.World, folder: pathlib.Path, rows: int, wait: int) -> None:
 def main() -> None:
     folder, size, rows = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     wait = int(sys.argv[4]) if len(sys.argv) > 4 else 0
-    print("ready", flush=True)
+    say("ready")
     if size == 0:
         with fs.init(timeout=60.0) as world:
             run(world, folder, rows, wait)
