@@ -32,8 +32,8 @@ fs_windows_open(fs_world *world)
     fs_arena *arena = &world->scratch_arena;
     fs_status st;
     world->half_nbytes = FS_HALF_NBYTES;
-    /* Each rank needs at least one cache line of everyone's half. */
-    while (world->half_nbytes / size < 4096) {
+    /* A block for each rank, worth a copy. */
+    while (world->half_nbytes / size < 1024) {
         world->half_nbytes *= 2;
     }
     FS_TRY_GOTO(fs_calloc(size, sizeof *world->pieces, &world->pieces), st, unable);
@@ -201,7 +201,7 @@ show_first(const bulk *b, bool *out_in_place, bool *out_shown)
 
 /* The only bulk collective. */
 static fs_status
-show(const bulk *b)
+fs_show(const bulk *b)
 {
     fs_world *world = b->world;
     if (world->size == 1) {
@@ -341,7 +341,7 @@ fs_all_gather(fs_world *world, fs_dtype dtype, const void *in, size_t n, const s
     b.operand = in;
     b.operand_nbytes = n * b.each;
     set_rounds(&b, 1, most);
-    return show(&b);
+    return fs_show(&b);
 }
 
 // ---- reduce_scatter -----------------------------------------------------------------------------
@@ -390,7 +390,7 @@ fs_reduce_scatter(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *
     b.operand = in;
     b.operand_nbytes = total * b.each;
     set_rounds(&b, (size_t)world->size, most);
-    return show(&b);
+    return fs_show(&b);
 }
 
 // ---- all_to_all ---------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ fs_all_to_all(fs_world *world, fs_dtype dtype, const void *in, size_t n, void *o
     b.operand = in;
     b.operand_nbytes = total * b.each;
     set_rounds(&b, (size_t)world->size, n);
-    return show(&b);
+    return fs_show(&b);
 }
 
 // ---- broadcast ----------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ fs_broadcast(fs_world *world, fs_dtype dtype, int root, void *inout, size_t n)
     b.operand_nbytes = nbytes;
     b.shows_nothing = world->rank != root;
     set_rounds(&b, 1, n);
-    return show(&b);
+    return fs_show(&b);
 }
 
 // ---- all_reduce ---------------------------------------------------------------------------------

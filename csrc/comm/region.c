@@ -212,8 +212,7 @@ everyone(const fs_world *world, const char *name, fs_status mine, const fs_paylo
     }
     for (int r = 0; r < world->size; r++) {
         if (all[r].u[ROOM_STATUS] != FS_OK) {
-            return FS_FAIL((fs_status)all[r].u[ROOM_STATUS] == FS_ENOMEM ? FS_ENOMEM : FS_EINTERNAL,
-                           "world memory '%s': rank %d could not take its part", name,
+            return FS_FAIL(FS_ENOMEM, "world memory '%s': rank %d could not take its part", name,
                            world->ranks[r]);
         }
     }
@@ -307,9 +306,11 @@ fs_region_open(fs_world *world, const char *name, size_t stride_nbytes, fs_regio
     }
     if (st != FS_OK) {
         if (world->rank == 0 && at != 0 && !job->threads) {
-            /* Nobody took it: the offset may be handed out again, if nothing came after it. */
+            /* Nobody took it: the offset may be handed out again, if nothing came after it. It may be
+             * another world's from then on. */
             uint64_t end = at + nbytes;
             (void)atomic_compare_exchange_strong(&job->page->end, &end, at);
+            at = 0;
         }
         goto fail;
     }

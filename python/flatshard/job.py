@@ -271,8 +271,8 @@ class _Rank:
             core = job.world(
                 rank=self.rank,
                 ranks=local.size,
-                timeout=local._timeout,
-                report_after=min(REPORT_AFTER_S, local._timeout / 2),
+                timeout=_seconds("FLATSHARD_TIMEOUT", local._timeout),
+                report_after=_seconds("FLATSHARD_REPORT_AFTER", REPORT_AFTER_S),
                 threads=local._threads or 0,
             )
             world = World(core, local_rank=self.rank, on_close=lambda: None)
