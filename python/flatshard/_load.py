@@ -118,7 +118,7 @@ def load(
         user = None if weights_only else index.user(world.rank, world.size)
         before = None if state is None or optimizer is None else optimizer.state()
         if state is not None and optimizer is not None:
-            optimizer.restore(state)
+            _restore(optimizer, state, index)
         try:
             _read(index, shards, missing, moments=0 if state is None else len(state["moments"]))
         except BaseException as error:
@@ -239,6 +239,21 @@ def _optimizer_state(
             "load(cast=True) converts"
         )
     return saved
+
+
+def _restore(optimizer: Optimizer, state: Mapping[str, Any], index: Index) -> None:
+    """Give the optimizer its state; what does not have the form of one is damage."""
+    before = optimizer.state()
+    try:
+        optimizer.restore(state)
+    except Exception as error:
+        optimizer.restore(before)
+        if isinstance(error, ValueError):  # another optimizer: says so itself
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{index.folder}: its optimizer state is not understood: {what}"
+        ) from None
 
 
 def _read(index: Index, shards: Shards, missing: tuple[str, ...], *, moments: int) -> None:

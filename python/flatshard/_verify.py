@@ -142,7 +142,8 @@ def _verify_whole(index: Index) -> list[Damage]:
     held: dict[tuple[str, str], int] = {}
     for name, state, _, begin, end, _, _ in pieces:  # disjoint: the catalog refuses overlaps
         held[name, state] = held.get((name, state), 0) + end - begin
-    moments = len(index.optimizer["moments"]) if index.optimizer is not None else 0
+    names = (index.optimizer or {}).get("moments", [])
+    moments = min(len(names), 2) if isinstance(names, list) else 0
     found = []
     for p in index.parameters:
         states = ["weight", *(f"moment{m + 1}" for m in range(moments if p.trainable else 0))]

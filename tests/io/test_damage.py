@@ -213,6 +213,86 @@ def test_an_index_that_lies_is_refused(tmp_path) -> None:
     refused(shrink, "elements")
 
 
+def mutated(values, rng: np.random.Generator):
+    """The same with one node replaced, dropped or doubled; where, chance decides."""
+    nodes = []
+
+    def walk(node):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, value in items:
+            nodes.append((node, key))
+            if isinstance(value, (dict, list)):
+                walk(value)
+
+    values = json.loads(json.dumps(values))
+    walk(values)
+    node, key = nodes[rng.integers(len(nodes))]
+    others = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**62,
+        2**70,
+        1.5,
+        "",
+        "x",
+        "../x",
+        [],
+        {},
+        [[]],
+        ["a"],
+        {"a": 1},
+    ]
+    choice = rng.integers(len(others) + 1)
+    if choice == len(others):
+        del node[key]
+    else:
+        node[key] = others[choice]
+    return values
+
+
+def test_indexes_that_lie_at_random_are_refused_or_harmless(tmp_path) -> None:
+    """Whatever an index says under a right checksum: an error of ours, or a load that is whole."""
+
+    def save(world):
+        shards = small.build(world)
+        opt = small.optimizer(shards)
+        small.step(shards, opt, 1)
+        checkpoint.save(tmp_path, shards, opt, step=1, user={"a": [1, 2]})
+        return small.hashes(shards)
+
+    expected = local_world(2).run(save)[0]
+    path = tmp_path / "step-000001" / "index.json"
+    good = json.loads(path.read_text())
+    del good["crc32c"]
+
+    def load(world):
+        shards = small.build(world, seed=3)
+        opt = small.optimizer(shards)
+        loads = 0
+        for _ in range(250):
+            # Both ranks draw the same; rank 0 writes.
+            text = sealed(mutated(good, rngs[world.rank]))
+            world.barrier()
+            if world.rank == 0:
+                path.write_bytes(text)
+                checkpoint.verify(tmp_path)
+            world.barrier()
+            try:
+                checkpoint.load(tmp_path, shards, opt)
+            except (CheckpointError, ValueError):
+                continue
+            loads += 1
+            assert small.hashes(shards) == expected
+        return loads
+
+    rngs = [np.random.default_rng(17), np.random.default_rng(17)]
+    loads = local_world(2).run(load)
+    assert loads[0] == loads[1] and 20 < loads[0] < 200, loads
+
+
 def test_a_newer_format_is_refused_by_name_and_not_passed_over(tmp_path) -> None:
     saved(tmp_path, small.build, steps=(1, 2))
     path = tmp_path / "step-000002" / "index.json"
