@@ -1,226 +1,7 @@
-/* Opening, planning and closing shards: every byte is placed here, by functions that only bump arenas. */
+/* Opening and closing shards. */
 #include "shards_internal.h"
 
-#include <unistd.h>
-
 #include "../base/checked.h"
-
-// ---- policy -------------------------------------------------------------------------------------
-
-fs_status
-fs_precision_check(const fs_precision *p)
-{
-    const fs_dtype all[] = {p->param, p->reduce, p->accumulate, p->moments};
-    static const char *const names[] = {"param", "reduce", "accumulate", "moments"};
-    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
-        if (all[i] != FS_F32 && all[i] != FS_BF16 && all[i] != FS_F16) {
-            return FS_FAIL(FS_EUNSUPPORTED, "precision: %s=%s is not offered; float32, bfloat16 and float16 are",
-                           names[i], fs_dtype_name(all[i]));
-        }
-    }
-    if (p->master && p->param == FS_F32) {
-        return FS_FAIL(FS_EINVAL, "precision: master=float32 with param=float32: the weight is its own master");
-    }
-    return FS_OK;
-}
-
-static fs_status
-check_policy(const fs_policy *policy, int size)
-{
-    FS_TRY(fs_precision_check(&policy->precision));
-    if (policy->keep < 1 || policy->keep > size || size % policy->keep != 0) {
-        return FS_FAIL(FS_EINVAL, "replicate=%d does not divide the world size %d", policy->keep, size);
-    }
-    if (policy->pool_units < 0) {
-        return FS_FAIL(FS_EINVAL, "a pool of %d units", policy->pool_units);
-    }
-    return FS_OK;
-}
-
-// ---- placing ------------------------------------------------------------------------------------
-
-static size_t
-present_nbytes(const fs_layout *layout)
-{
-    return fs_round_up((size_t)layout->unit_params_max, FS_ARENA_ALIGN);
-}
-
-/* Offsets of the slots in a rank's `slots`, and their total. */
-static fs_status
-slot_sizes(const fs_layout *layout, const fs_policy *policy, size_t *slot_at, size_t *out_nbytes)
-{
-    size_t total = 0;
-    for (int s = 0; s < layout->slots_n; s++) {
-        if (slot_at != NULL) {
-            slot_at[s] = total;
-        }
-        size_t nbytes;
-        FS_TRY(fs_mul_size(layout->slot_n[s], fs_dtype_nbytes(policy->precision.reduce), &nbytes));
-        FS_TRY(fs_add_size(nbytes, present_nbytes(layout), &nbytes));
-        FS_TRY(fs_add_size(total, fs_round_up(nbytes, FS_ARENA_ALIGN), &total));
-    }
-    *out_nbytes = total;
-    return FS_OK;
-}
-
-/* Elements of state and of packed weights that rank keeps. */
-static void
-kept_sizes(const fs_layout *layout, const fs_policy *policy, int rank, size_t *own_n, size_t *state_n)
-{
-    int first = rank - rank % policy->keep;
-    *own_n = *state_n = 0;
-    for (int c = first; c < first + policy->keep; c++) {
-        *own_n += layout->own_n[c];
-        *state_n += layout->state_n[c];
-    }
-}
-
-/* Everything of a rank in world memory, moments aside (the optimizer decides on those). */
-static fs_status
-place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_arena *arena, fs_block *block)
-{
-    const fs_precision *precision = &policy->precision;
-    size_t own_n, state_n, nbytes;
-    kept_sizes(layout, policy, rank, &own_n, &state_n);
-    FS_TRY(fs_arena_take(arena, FS_MEM_WINDOWS, sizeof(fs_counters), &block->counters));
-    if (policy->weights == FS_WEIGHTS_SHARED) {
-        own_n = 0;
-    } else if (policy->weights == FS_WEIGHTS_WHOLE) {
-        own_n = layout->image_n;
-    }
-    FS_TRY(fs_mul_size(own_n, fs_dtype_nbytes(precision->param), &nbytes));
-    FS_TRY(fs_arena_take(arena, FS_MEM_WEIGHTS, nbytes, &block->own));
-    FS_TRY(slot_sizes(layout, policy, NULL, &nbytes));
-    FS_TRY(fs_arena_take(arena, FS_MEM_GRADIENTS, nbytes, &block->slots));
-    FS_TRY(fs_mul_size(state_n, fs_dtype_nbytes(precision->accumulate), &nbytes));
-    FS_TRY(fs_arena_take(arena, FS_MEM_ACCUMULATORS, nbytes, &block->acc));
-    FS_TRY(fs_mul_size(precision->master ? state_n : 0, sizeof(float), &nbytes));
-    FS_TRY(fs_arena_take(arena, FS_MEM_MASTER, nbytes, &block->master));
-    if (!precision->master) {
-        block->master = NULL;
-    }
-    return FS_OK;
-}
-
-static fs_status
-place_moments(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank, fs_arena *arena,
-              fs_block *block)
-{
-    size_t own_n, state_n, nbytes;
-    kept_sizes(layout, policy, rank, &own_n, &state_n);
-    FS_TRY(fs_mul_size(state_n, fs_dtype_nbytes(policy->precision.moments), &nbytes));
-    for (int m = 0; m < moments_n; m++) {
-        FS_TRY(fs_arena_take(arena, FS_MEM_MOMENTS, nbytes, &block->moments[m]));
-    }
-    return FS_OK;
-}
-
-/* A rank's share of the image that all ranks read: page rounded, so that each pays for its own. */
-static fs_status
-image_stride(const fs_layout *layout, const fs_policy *policy, size_t *out)
-{
-    *out = 0;
-    if (policy->weights != FS_WEIGHTS_SHARED) {
-        return FS_OK;
-    }
-    size_t nbytes;
-    FS_TRY(fs_mul_size(layout->image_n, fs_dtype_nbytes(policy->precision.param), &nbytes));
-    size_t size = (size_t)layout->size;
-    *out = fs_round_up(nbytes / size + (nbytes % size != 0), (size_t)sysconf(_SC_PAGESIZE));
-    return FS_OK;
-}
-
-static bool
-is_held(const fs_unit_layout *unit)
-{
-    return unit->slot >= 0 && unit->opens < unit->publishes;
-}
-
-/* How many buffers the pool has: policy.pool_units in turn for ordinary units, and one for each unit
- * that stays gathered over others (a tie). Fills sizes when it is not NULL. */
-static int
-pool_buffers(const fs_layout *layout, const fs_policy *policy, fs_unit *units, size_t *size_n)
-{
-    int buffers = 0;
-    size_t largest = 0;
-    int ordinary = 0;
-    if (policy->weights != FS_WEIGHTS_SHARD) {
-        return 0;
-    }
-    for (int u = 0; u < layout->units_n; u++) {
-        if (!is_held(&layout->units[u])) {
-            largest = fs_max_size(largest, layout->units[u].numel);
-            ordinary++;
-        }
-    }
-    bool each = policy->pool_units == 0 || policy->pool_units > ordinary;
-    int turns = each ? 0 : policy->pool_units;
-    for (int b = 0; b < turns; b++) {
-        if (size_n != NULL) {
-            size_n[b] = largest;
-        }
-    }
-    buffers = turns;
-    for (int u = 0; u < layout->units_n; u++) {
-        bool own = each || is_held(&layout->units[u]);
-        if (units != NULL) {
-            units[u].pool_first = own ? buffers : 0;
-            units[u].pool_end = own ? buffers + 1 : turns;
-        }
-        if (own) {
-            if (size_n != NULL) {
-                size_n[buffers] = layout->units[u].numel;
-            }
-            buffers++;
-        }
-    }
-    return buffers;
-}
-
-/* Private memory: the pool. buffers may be NULL while planning. */
-static fs_status
-place_private(const fs_layout *layout, const fs_policy *policy, fs_arena *arena, fs_pool_buffer *pool)
-{
-    size_t *size_n = NULL;
-    FS_TRY(fs_calloc((size_t)layout->units_n + 1 + (size_t)policy->pool_units, sizeof *size_n, &size_n));
-    int buffers = pool_buffers(layout, policy, NULL, size_n);
-    fs_status st = FS_OK;
-    for (int b = 0; b < buffers && st == FS_OK; b++) {
-        size_t nbytes;
-        void *data = NULL;
-        FS_TRY_GOTO(fs_mul_size(size_n[b], fs_dtype_nbytes(policy->precision.param), &nbytes), st, done);
-        FS_TRY_GOTO(fs_arena_take(arena, FS_MEM_POOL, nbytes, &data), st, done);
-        if (pool != NULL) {
-            pool[b] = (fs_pool_buffer){.data = data, .unit = -1};
-        }
-    }
-done:
-    fs_free(size_n);
-    return st;
-}
-
-fs_status
-fs_shards_plan(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank,
-               fs_ledger *plan)
-{
-    FS_TRY(check_policy(policy, layout->size));
-    if (rank < 0 || rank >= layout->size) {
-        return FS_FAIL(FS_EINVAL, "rank %d of a world of %d", rank, layout->size);
-    }
-    fs_arena image, block, moments, private_memory;
-    fs_arena_init_counting(&image, plan, true);
-    fs_arena_init_counting(&block, plan, true);
-    fs_arena_init_counting(&moments, plan, true);
-    fs_arena_init_counting(&private_memory, plan, false);
-    fs_block placed = {0};
-    size_t stride;
-    void *ignored;
-    FS_TRY(image_stride(layout, policy, &stride));
-    FS_TRY(fs_arena_take(&image, FS_MEM_WEIGHTS, stride, &ignored));
-    FS_TRY(place_block(layout, policy, rank, &block, &placed));
-    FS_TRY(place_moments(layout, policy, moments_n, rank, &moments, &placed));
-    return place_private(layout, policy, &private_memory, NULL);
-}
 
 // ---- open ---------------------------------------------------------------------------------------
 
@@ -234,9 +15,9 @@ largest_block(const fs_layout *layout, const fs_policy *policy, int moments_n, s
         fs_block block = {0};
         fs_arena_init_counting(&counting, NULL, true);
         if (moments_n < 0) {
-            FS_TRY(place_block(layout, policy, r, &counting, &block));
+            FS_TRY(fs_place_block(layout, policy, r, &counting, &block));
         } else {
-            FS_TRY(place_moments(layout, policy, moments_n, r, &counting, &block));
+            FS_TRY(fs_place_moments(layout, policy, moments_n, r, &counting, &block));
         }
         *out = fs_max_size(*out, counting.used);
     }
@@ -250,7 +31,7 @@ open_memory(fs_shards *shards)
     const fs_policy *policy = &shards->policy;
     fs_ledger *ledger = fs_world_ledger(shards->world);
     size_t stride;
-    FS_TRY(image_stride(layout, policy, &stride));
+    FS_TRY(fs_place_image(layout, policy, &stride));
     if (policy->weights == FS_WEIGHTS_SHARED) {
         FS_TRY(fs_region_open(shards->world, "shared weights", stride, &shards->image_region));
         fs_arena_init_over(&shards->image_arena, ledger, fs_region_block(shards->image_region, shards->rank),
@@ -267,14 +48,14 @@ open_memory(fs_shards *shards)
         fs_arena_init_over(arena, r == shards->rank ? ledger : NULL,
                            fs_region_block(shards->block_region, r),
                            fs_region_stride(shards->block_region));
-        FS_TRY(place_block(layout, policy, r, arena, &shards->blocks[r]));
+        FS_TRY(fs_place_block(layout, policy, r, arena, &shards->blocks[r]));
     }
     fs_arena counting;
     fs_arena_init_counting(&counting, NULL, false);
-    FS_TRY(place_private(layout, policy, &counting, NULL));
+    FS_TRY(fs_place_private(layout, policy, &counting, NULL));
     FS_TRY(fs_arena_open(&shards->private_arena, ledger, counting.used));
     if (counting.used > 0) {
-        FS_TRY(place_private(layout, policy, &shards->private_arena, shards->pool));
+        FS_TRY(fs_place_private(layout, policy, &shards->private_arena, shards->pool));
     }
     return FS_OK;
 }
@@ -285,12 +66,12 @@ open_lists(fs_shards *shards)
     const fs_layout *layout = shards->layout;
     FS_TRY(fs_calloc((size_t)shards->size, sizeof *shards->blocks, &shards->blocks));
     FS_TRY(fs_calloc((size_t)layout->units_n, sizeof *shards->units, &shards->units));
-    shards->pool_n = pool_buffers(layout, &shards->policy, shards->units, NULL);
+    shards->pool_n = fs_place_pool_units(layout, &shards->policy, shards->units, NULL);
     FS_TRY(fs_calloc((size_t)shards->pool_n, sizeof *shards->pool, &shards->pool));
     FS_TRY(fs_calloc((size_t)layout->slots_n, sizeof *shards->slot_at, &shards->slot_at));
     FS_TRY(fs_calloc((size_t)layout->slots_n, sizeof *shards->slot_tenant, &shards->slot_tenant));
     size_t slots_nbytes;
-    FS_TRY(slot_sizes(layout, &shards->policy, shards->slot_at, &slots_nbytes));
+    FS_TRY(fs_place_slots(layout, &shards->policy, shards->slot_at, &slots_nbytes));
     FS_TRY(fs_calloc((size_t)shards->size, sizeof *shards->fins, &shards->fins));
     FS_TRY(fs_calloc((size_t)shards->size, sizeof *shards->sources, &shards->sources));
     FS_TRY(fs_calloc((size_t)layout->params_n, 1, &shards->had));
@@ -361,7 +142,7 @@ fs_shards_open(fs_world *world, fs_layout *layout, const fs_policy *policy, fs_s
     fs_payload *records = NULL;
     const fs_what what = {.op = FS_OP_OPEN, .dtype = (int32_t)policy->precision.param, .root = -1,
                           .nbytes = hash_policy(policy), .tag = layout->hash};
-    fs_status st = check_policy(policy, layout->size);
+    fs_status st = fs_policy_check(policy, layout->size);
     if (st == FS_OK && layout->size != fs_world_size(world)) {
         st = FS_FAIL(FS_EINVAL, "a layout of %d cuts in a world of %d", layout->size,
                      fs_world_size(world));
@@ -423,7 +204,7 @@ fs_shards_open_moments(fs_shards *shards, int moments_n)
         fs_arena_init_over(arena, mine ? fs_world_ledger(shards->world) : NULL,
                            fs_region_block(shards->moments_region, r),
                            fs_region_stride(shards->moments_region));
-        FS_TRY(place_moments(shards->layout, &shards->policy, moments_n, r, arena, &shards->blocks[r]));
+        FS_TRY(fs_place_moments(shards->layout, &shards->policy, moments_n, r, arena, &shards->blocks[r]));
     }
     shards->moments_n = moments_n;
     shards->moments_open = true;
@@ -505,38 +286,4 @@ fs_shards_ready(const fs_shards *shards)
 {
     FS_TRY(fs_world_usable(shards->world));
     return fs_shards_whole(shards);
-}
-
-size_t
-fs_state_at(const fs_shards *shards, const fs_seg *seg)
-{
-    size_t at = seg->pos_n;
-    for (int c = fs_group_first(shards, seg->cut); c < seg->cut; c++) {
-        at += shards->layout->state_n[c];
-    }
-    return at;
-}
-
-unsigned char *
-fs_own_at(const fs_shards *shards, int rank, const fs_seg *seg)
-{
-    const fs_layout *layout = shards->layout;
-    size_t at = layout->units[seg->unit].at_n + seg->at_n;
-    unsigned char *from = shards->image;
-    if (shards->policy.weights != FS_WEIGHTS_SHARED) {
-        from = shards->blocks[rank].own;
-    }
-    if (shards->policy.weights == FS_WEIGHTS_SHARD) {
-        at = seg->own_n;
-        for (int c = fs_group_first(shards, seg->cut); c < seg->cut; c++) {
-            at += layout->own_n[c];
-        }
-    }
-    return from + at * fs_param_nbytes(shards);
-}
-
-unsigned char *
-fs_slot_data(const fs_shards *shards, int rank, int slot)
-{
-    return fs_slot_present(shards, rank, slot) + present_nbytes(shards->layout);
 }

@@ -94,6 +94,34 @@ struct fs_shards {
     fs_hyper *hyper;    /* [params_n] scratch of the optimizer */
 };
 
+// ---- place.c ------------------------------------------------------------------------------------
+
+/* FS_EINVAL or FS_EUNSUPPORTED names what does not go together. */
+FS_NODISCARD fs_status
+fs_policy_check(const fs_policy *policy, int size);
+
+/* Offsets of the slots in a block's slots (slot_at may be NULL), and their total. */
+FS_NODISCARD fs_status
+fs_place_slots(const fs_layout *layout, const fs_policy *policy, size_t *slot_at, size_t *out_nbytes);
+
+/* Everything of a rank in world memory, moments aside. */
+FS_NODISCARD fs_status
+fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_arena *arena, fs_block *block);
+FS_NODISCARD fs_status
+fs_place_moments(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank, fs_arena *arena,
+                 fs_block *block);
+
+/* A rank's share of the image that all ranks read, page rounded; 0 without one. */
+FS_NODISCARD fs_status
+fs_place_image(const fs_layout *layout, const fs_policy *policy, size_t *out);
+
+/* How many buffers the pool has; fills which of them a unit may use, and their sizes, where not NULL. */
+int fs_place_pool_units(const fs_layout *layout, const fs_policy *policy, fs_unit *units, size_t *size_n);
+
+/* Private memory: the pool. pool may be NULL while counting. */
+FS_NODISCARD fs_status
+fs_place_private(const fs_layout *layout, const fs_policy *policy, fs_arena *arena, fs_pool_buffer *pool);
+
 /* Bytes of one element of the compute copy. */
 static inline size_t
 fs_param_nbytes(const fs_shards *shards)

@@ -1,0 +1,260 @@
+/* Where everything of a rank lies: functions that only bump arenas, run without memory for the plan and
+ * with it by open, and for every peer to find what it has. */
+#include "shards_internal.h"
+
+#include <unistd.h>
+
+#include "../base/checked.h"
+
+// ---- policy -------------------------------------------------------------------------------------
+
+fs_status
+fs_precision_check(const fs_precision *p)
+{
+    const fs_dtype all[] = {p->param, p->reduce, p->accumulate, p->moments};
+    static const char *const names[] = {"param", "reduce", "accumulate", "moments"};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        if (all[i] != FS_F32 && all[i] != FS_BF16 && all[i] != FS_F16) {
+            return FS_FAIL(FS_EUNSUPPORTED, "precision: %s=%s is not offered; float32, bfloat16 and float16 are",
+                           names[i], fs_dtype_name(all[i]));
+        }
+    }
+    if (p->master && p->param == FS_F32) {
+        return FS_FAIL(FS_EINVAL, "precision: master=float32 with param=float32: the weight is its own master");
+    }
+    return FS_OK;
+}
+
+fs_status
+fs_policy_check(const fs_policy *policy, int size)
+{
+    FS_TRY(fs_precision_check(&policy->precision));
+    if (policy->keep < 1 || policy->keep > size || size % policy->keep != 0) {
+        return FS_FAIL(FS_EINVAL, "replicate=%d does not divide the world size %d", policy->keep, size);
+    }
+    if (policy->pool_units < 0) {
+        return FS_FAIL(FS_EINVAL, "a pool of %d units", policy->pool_units);
+    }
+    return FS_OK;
+}
+
+// ---- placing ------------------------------------------------------------------------------------
+
+static size_t
+present_nbytes(const fs_layout *layout)
+{
+    return fs_round_up((size_t)layout->unit_params_max, FS_ARENA_ALIGN);
+}
+
+/* Offsets of the slots in a rank's `slots`, and their total. */
+fs_status
+fs_place_slots(const fs_layout *layout, const fs_policy *policy, size_t *slot_at, size_t *out_nbytes)
+{
+    size_t total = 0;
+    for (int s = 0; s < layout->slots_n; s++) {
+        if (slot_at != NULL) {
+            slot_at[s] = total;
+        }
+        size_t nbytes;
+        FS_TRY(fs_mul_size(layout->slot_n[s], fs_dtype_nbytes(policy->precision.reduce), &nbytes));
+        FS_TRY(fs_add_size(nbytes, present_nbytes(layout), &nbytes));
+        FS_TRY(fs_add_size(total, fs_round_up(nbytes, FS_ARENA_ALIGN), &total));
+    }
+    *out_nbytes = total;
+    return FS_OK;
+}
+
+/* Elements of state and of packed weights that rank keeps. */
+static void
+kept_sizes(const fs_layout *layout, const fs_policy *policy, int rank, size_t *own_n, size_t *state_n)
+{
+    int first = rank - rank % policy->keep;
+    *own_n = *state_n = 0;
+    for (int c = first; c < first + policy->keep; c++) {
+        *own_n += layout->own_n[c];
+        *state_n += layout->state_n[c];
+    }
+}
+
+/* Everything of a rank in world memory, moments aside (the optimizer decides on those). */
+fs_status
+fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_arena *arena, fs_block *block)
+{
+    const fs_precision *precision = &policy->precision;
+    size_t own_n, state_n, nbytes;
+    kept_sizes(layout, policy, rank, &own_n, &state_n);
+    FS_TRY(fs_arena_take(arena, FS_MEM_WINDOWS, sizeof(fs_counters), &block->counters));
+    if (policy->weights == FS_WEIGHTS_SHARED) {
+        own_n = 0;
+    } else if (policy->weights == FS_WEIGHTS_WHOLE) {
+        own_n = layout->image_n;
+    }
+    FS_TRY(fs_mul_size(own_n, fs_dtype_nbytes(precision->param), &nbytes));
+    FS_TRY(fs_arena_take(arena, FS_MEM_WEIGHTS, nbytes, &block->own));
+    FS_TRY(fs_place_slots(layout, policy, NULL, &nbytes));
+    FS_TRY(fs_arena_take(arena, FS_MEM_GRADIENTS, nbytes, &block->slots));
+    FS_TRY(fs_mul_size(state_n, fs_dtype_nbytes(precision->accumulate), &nbytes));
+    FS_TRY(fs_arena_take(arena, FS_MEM_ACCUMULATORS, nbytes, &block->acc));
+    FS_TRY(fs_mul_size(precision->master ? state_n : 0, sizeof(float), &nbytes));
+    FS_TRY(fs_arena_take(arena, FS_MEM_MASTER, nbytes, &block->master));
+    if (!precision->master) {
+        block->master = NULL;
+    }
+    return FS_OK;
+}
+
+fs_status
+fs_place_moments(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank, fs_arena *arena,
+              fs_block *block)
+{
+    size_t own_n, state_n, nbytes;
+    kept_sizes(layout, policy, rank, &own_n, &state_n);
+    FS_TRY(fs_mul_size(state_n, fs_dtype_nbytes(policy->precision.moments), &nbytes));
+    for (int m = 0; m < moments_n; m++) {
+        FS_TRY(fs_arena_take(arena, FS_MEM_MOMENTS, nbytes, &block->moments[m]));
+    }
+    return FS_OK;
+}
+
+/* A rank's share of the image that all ranks read: page rounded, so that each pays for its own. */
+fs_status
+fs_place_image(const fs_layout *layout, const fs_policy *policy, size_t *out)
+{
+    *out = 0;
+    if (policy->weights != FS_WEIGHTS_SHARED) {
+        return FS_OK;
+    }
+    size_t nbytes;
+    FS_TRY(fs_mul_size(layout->image_n, fs_dtype_nbytes(policy->precision.param), &nbytes));
+    size_t size = (size_t)layout->size;
+    *out = fs_round_up(nbytes / size + (nbytes % size != 0), (size_t)sysconf(_SC_PAGESIZE));
+    return FS_OK;
+}
+
+static bool
+is_held(const fs_unit_layout *unit)
+{
+    return unit->slot >= 0 && unit->opens < unit->publishes;
+}
+
+/* How many buffers the pool has: policy.pool_units in turn for ordinary units, and one for each unit
+ * that stays gathered over others (a tie). Fills sizes when it is not NULL. */
+int
+fs_place_pool_units(const fs_layout *layout, const fs_policy *policy, fs_unit *units, size_t *size_n)
+{
+    int buffers = 0;
+    size_t largest = 0;
+    int ordinary = 0;
+    if (policy->weights != FS_WEIGHTS_SHARD) {
+        return 0;
+    }
+    for (int u = 0; u < layout->units_n; u++) {
+        if (!is_held(&layout->units[u])) {
+            largest = fs_max_size(largest, layout->units[u].numel);
+            ordinary++;
+        }
+    }
+    bool each = policy->pool_units == 0 || policy->pool_units > ordinary;
+    int turns = each ? 0 : policy->pool_units;
+    for (int b = 0; b < turns; b++) {
+        if (size_n != NULL) {
+            size_n[b] = largest;
+        }
+    }
+    buffers = turns;
+    for (int u = 0; u < layout->units_n; u++) {
+        bool own = each || is_held(&layout->units[u]);
+        if (units != NULL) {
+            units[u].pool_first = own ? buffers : 0;
+            units[u].pool_end = own ? buffers + 1 : turns;
+        }
+        if (own) {
+            if (size_n != NULL) {
+                size_n[buffers] = layout->units[u].numel;
+            }
+            buffers++;
+        }
+    }
+    return buffers;
+}
+
+/* Private memory: the pool. buffers may be NULL while planning. */
+fs_status
+fs_place_private(const fs_layout *layout, const fs_policy *policy, fs_arena *arena, fs_pool_buffer *pool)
+{
+    size_t *size_n = NULL;
+    FS_TRY(fs_calloc((size_t)layout->units_n + 1 + (size_t)policy->pool_units, sizeof *size_n, &size_n));
+    int buffers = fs_place_pool_units(layout, policy, NULL, size_n);
+    fs_status st = FS_OK;
+    for (int b = 0; b < buffers && st == FS_OK; b++) {
+        size_t nbytes;
+        void *data = NULL;
+        FS_TRY_GOTO(fs_mul_size(size_n[b], fs_dtype_nbytes(policy->precision.param), &nbytes), st, done);
+        FS_TRY_GOTO(fs_arena_take(arena, FS_MEM_POOL, nbytes, &data), st, done);
+        if (pool != NULL) {
+            pool[b] = (fs_pool_buffer){.data = data, .unit = -1};
+        }
+    }
+done:
+    fs_free(size_n);
+    return st;
+}
+
+fs_status
+fs_shards_plan(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank,
+               fs_ledger *plan)
+{
+    FS_TRY(fs_policy_check(policy, layout->size));
+    if (rank < 0 || rank >= layout->size) {
+        return FS_FAIL(FS_EINVAL, "rank %d of a world of %d", rank, layout->size);
+    }
+    fs_arena image, block, moments, private_memory;
+    fs_arena_init_counting(&image, plan, true);
+    fs_arena_init_counting(&block, plan, true);
+    fs_arena_init_counting(&moments, plan, true);
+    fs_arena_init_counting(&private_memory, plan, false);
+    fs_block placed = {0};
+    size_t stride;
+    void *ignored;
+    FS_TRY(fs_place_image(layout, policy, &stride));
+    FS_TRY(fs_arena_take(&image, FS_MEM_WEIGHTS, stride, &ignored));
+    FS_TRY(fs_place_block(layout, policy, rank, &block, &placed));
+    FS_TRY(fs_place_moments(layout, policy, moments_n, rank, &moments, &placed));
+    return fs_place_private(layout, policy, &private_memory, NULL);
+}
+
+// ---- addresses ----------------------------------------------------------------------------------
+
+size_t
+fs_state_at(const fs_shards *shards, const fs_seg *seg)
+{
+    size_t at = seg->pos_n;
+    for (int c = fs_group_first(shards, seg->cut); c < seg->cut; c++) {
+        at += shards->layout->state_n[c];
+    }
+    return at;
+}
+
+unsigned char *
+fs_own_at(const fs_shards *shards, int rank, const fs_seg *seg)
+{
+    const fs_layout *layout = shards->layout;
+    size_t at = layout->units[seg->unit].at_n + seg->at_n;
+    unsigned char *from = shards->image;
+    if (shards->policy.weights != FS_WEIGHTS_SHARED) {
+        from = shards->blocks[rank].own;
+    }
+    if (shards->policy.weights == FS_WEIGHTS_SHARD) {
+        at = seg->own_n;
+        for (int c = fs_group_first(shards, seg->cut); c < seg->cut; c++) {
+            at += layout->own_n[c];
+        }
+    }
+    return from + at * fs_param_nbytes(shards);
+}
+
+unsigned char *
+fs_slot_data(const fs_shards *shards, int rank, int slot)
+{
+    return fs_slot_present(shards, rank, slot) + present_nbytes(shards->layout);
+}
