@@ -127,6 +127,8 @@ def init(
         raise
     if _Process.worlds == 0:
         atexit.register(_at_exit)
+        # Called when the main thread has ended, before other threads are waited for.
+        getattr(threading, "_register_atexit", lambda call: None)(_main_thread_ended)
     _Process.worlds += 1
     _Process.job = job
     _Process.world = World(core, local_rank=place.local_rank, on_close=_forget)
@@ -157,6 +159,15 @@ def _forget() -> None:
     job, _Process.world, _Process.job = _Process.job, None, None
     if job is not None:
         job.close()
+
+
+def _main_thread_ended() -> None:
+    """After an exception in the main thread: ends the waits of the threads that it waits for."""
+    world = _Process.world
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if world is not None and error is not None:
+        with contextlib.suppress(RuntimeError):
+            world._core.leave(reason_of(error))
 
 
 def _at_exit() -> None:

@@ -294,6 +294,105 @@ def test_a_long_wait_is_reported_in_the_log_while_it_lasts() -> None:
         job.all_well()
 
 
+def test_a_thread_that_waits_does_not_hold_up_a_failed_process() -> None:
+    """The main thread fails while another thread waits: both ranks end, and learn why."""
+    program = """
+        import threading
+        world = init(timeout=50)
+        def wait():
+            try:
+                world.barrier()
+            except errors.PeerLost as error:
+                say(f"caught {error}")
+        if world.rank == 0:
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            time.sleep(0.5)
+            raise LookupError("the main thread fails")
+        time.sleep(2)
+        wait()
+    """
+    with Ranks(2, program) as job:
+        first, second = job.ends()
+        assert first.status == 1 and second.status == 0, (first, second)
+        for end in (first, second):
+            assert "caught rank 0" in end.out and "the main thread fails" in end.out, end
+
+
+def test_interrupt_of_the_main_thread_while_another_waits() -> None:
+    program = """
+        import threading
+        world = init(timeout=50)
+        if world.rank == 0:
+            waiter = threading.Thread(target=world.barrier)
+            waiter.start()
+            try:
+                say("here")
+                waiter.join()
+            except KeyboardInterrupt:
+                say("interrupted")
+            waiter.join()     # the wait goes on, and ends well
+        else:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+            say("ready")
+            signal.sigwait([signal.SIGUSR1])
+            world.barrier()
+    """
+    with Ranks(2, program) as job:
+        job.wait_for(0, "here")
+        job.wait_for(1, "ready")
+        job.wait_until_asleep(0)
+        job.signal(0, signal.SIGINT)
+        job.wait_for(0, "interrupted")
+        job.signal(1, signal.SIGUSR1)
+        job.all_well()
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_the_memory_file() -> None:
+    """Sealed, not in core files, given back when the last rank lets go; no descriptor stays."""
+    program = """
+        import fcntl, gc, re
+        def files():
+            links = {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                     if os.path.exists(f"/proc/self/fd/{fd}")}
+            return {int(fd): link for fd, link in links.items() if "flatshard" in link}
+        assert not files()
+        world = init(timeout=50)
+        data = next(fd for fd, link in files().items() if "flatshard-data" in link)
+        assert len(files()) == 2
+        assert not any(os.get_inheritable(fd) for fd in files())
+        seals = fcntl.fcntl(data, fcntl.F_GET_SEALS)
+        assert seals & fcntl.F_SEAL_SHRINK and seals & fcntl.F_SEAL_SEAL
+        try:
+            os.ftruncate(data, 4096)
+            assert False
+        except PermissionError:
+            pass
+        def taken():
+            world.barrier()
+            return os.fstat(data).st_blocks * 512
+        before = taken()
+        x = world.symmetric(4_000_000)
+        during = taken()
+        assert during - before >= 2 * 16_000_000, (before, during)
+        maps = open("/proc/self/smaps").read()
+        ours = re.findall(r"flatshard-data.*?VmFlags: ([^\\n]*)", maps, re.DOTALL)
+        assert ours and all("dd" in flags.split() for flags in ours), ours
+        world.barrier()
+        del x
+        assert taken() - before < 100_000, (before, taken())
+        world.close()
+        gc.collect()
+        assert not files(), files()
+    """
+    with Ranks(2, program) as job:
+        job.all_well()
+
+
 # ---- fork ---------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -123,6 +124,15 @@ def test_bad_usage(tmp_path: pathlib.Path) -> None:
     assert launch("-n", "0", "x.py").returncode == 2
     assert launch("x.py").returncode == 2
     assert launch("-n", "5000", __file__).returncode != 0
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        end = launch("-n", "2", "--master-port", str(port), __file__)
+    assert end.returncode == 1 and f"127.0.0.1:{port}" in end.stderr, end.stderr
 
 
 def alive(pid: int) -> bool:
