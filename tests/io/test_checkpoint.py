@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -65,6 +67,61 @@ def test_resume_is_exact(tmp_path, size, stage, partition, gather, precision) ->
     assert first == second
     assert len({str(each[:2]) for each in first}) == 1
     assert first[0][2]["steps"]["norm.weight"] == 3 and first[0][2]["steps"]["layers.1.scale"] == 6
+
+
+RESUME = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import small
+import flatshard as fs
+
+with fs.init(timeout=60.0) as world:
+    shards = small.build(world, precision="bf16", seed=4)
+    opt = small.optimizer(shards)
+    assert fs.checkpoint.load(sys.argv[2], shards, opt).step == 3
+    for number in range(3, 6):
+        small.step(shards, opt, number)
+    fs.checkpoint.save(sys.argv[3], shards, opt, step=6)
+    print(*small.hashes(shards))
+"""
+
+
+def test_processes_go_on_where_threads_stopped(tmp_path) -> None:
+    def threads(world):
+        shards = small.build(world, precision="bf16")
+        opt = small.optimizer(shards)
+        for number in range(6):
+            if number == 3:
+                checkpoint.save(tmp_path / "three", shards, opt, step=3)
+            small.step(shards, opt, number)
+        checkpoint.save(tmp_path / "threads", shards, opt, step=6)
+        return small.hashes(shards)
+
+    expected = local_world(2).run(threads)[0]
+    here = os.path.dirname(os.path.abspath(__file__))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(checkpoint.__file__)))
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": "29876", "TORCHELASTIC_RUN_ID": f"resume-{os.getpid()}"}
+    words = [sys.executable, "-c", RESUME, here]
+    words += [str(tmp_path / "three"), str(tmp_path / "processes")]
+    ranks = [
+        subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **shared, "PYTHONPATH": package, "RANK": r, "LOCAL_RANK": r},
+        )
+        for r in "01"
+    ]
+    try:
+        found = [rank.communicate(timeout=60)[0].split() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert found == [list(expected)] * 2
+    for name in ("rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"):
+        left, right = (tmp_path / how / "step-000006" / name for how in ("threads", "processes"))
+        assert left.read_bytes() == right.read_bytes()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
