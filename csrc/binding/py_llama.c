@@ -1,5 +1,5 @@
-/* _core.Llama: forward, backward, loss and logits of a Llama over shards. Sizes by name, Hugging Face's
- * files and generation live in flatshard/models/. */
+/* _core.Llama: forward, backward, loss and logits of a Llama over shards. Sizes by name, Hugging
+ * Face's files and generation live in flatshard/models/. */
 #include "binding.h"
 
 #include "../model/llama.h"
@@ -7,9 +7,9 @@
 
 // ---- configuration ------------------------------------------------------------------------------
 
-/* (vocab_size, hidden_size, intermediate_size, layers, heads, key heads, head_dim, positions, window,
- * eps, theta, rope kind, factor, low, high, original positions, attention_bias, mlp_bias, tied,
- * embedding, residual, attention multiplier, logits_scaling) */
+/* (vocab_size, hidden_size, intermediate_size, layers, heads, key heads, head_dim, positions,
+ * window, eps, theta, rope kind, factor, low, high, original positions, attention_bias,
+ * mlp_bias, tied, embedding, residual, attention multiplier, logits_scaling) */
 static int
 take_config(PyObject *tuple, fs_llama_config *out)
 {
@@ -69,12 +69,11 @@ defs_to_python(const fs_llama_defs *defs)
     }
     for (int p = 0; p < defs->params_n; p++) {
         const fs_param_def *def = &defs->params[p];
-        PyObject *shape = def->dims_n == 1
-                              ? Py_BuildValue("(n)", (Py_ssize_t)def->dims[0])
-                              : Py_BuildValue("(nn)", (Py_ssize_t)def->dims[0],
-                                              (Py_ssize_t)def->dims[1]);
-        if (shape == NULL || append(params, Py_BuildValue("(szNi)", def->name, def->tied_name, shape,
-                                                          def->unit)) < 0) {
+        PyObject *shape = def->dims_n == 1 ? Py_BuildValue("(n)", (Py_ssize_t)def->dims[0])
+                                           : Py_BuildValue("(nn)", (Py_ssize_t)def->dims[0],
+                                                           (Py_ssize_t)def->dims[1]);
+        if (shape == NULL || append(params, Py_BuildValue("(szNi)", def->name, def->tied_name,
+                                                          shape, def->unit)) < 0) {
             goto done;
         }
     }
@@ -114,8 +113,8 @@ llama_plan(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *tuple, *params, *units, *policy_tuple;
     int size, checkpointing;
     Py_ssize_t batch, length;
-    if (!PyArg_ParseTuple(args, "OOOOipnn:llama_plan", &tuple, &params, &units, &policy_tuple, &size,
-                          &checkpointing, &batch, &length)) {
+    if (!PyArg_ParseTuple(args, "OOOOipnn:llama_plan", &tuple, &params, &units, &policy_tuple,
+                          &size, &checkpointing, &batch, &length)) {
         return NULL;
     }
     fs_llama_config config;
@@ -139,10 +138,9 @@ llama_plan(PyObject *Py_UNUSED(module), PyObject *args)
 // ---- the object ---------------------------------------------------------------------------------
 
 typedef struct py_llama {
-    PyObject_HEAD
-    PyObject *shards_object; /* kept until the model is gone */
-    fs_llama *llama;         /* NULL: closed */
-    bool busy;               /* a method runs without the GIL */
+    PyObject_HEAD PyObject *shards_object; /* kept until the model is gone */
+    fs_llama *llama;                       /* NULL: closed */
+    bool busy;                             /* a method runs without the GIL */
     size_t vocab_size;
     size_t cache_batch; /* sequences of the open cache, 0: none */
 } py_llama;
@@ -290,11 +288,13 @@ take_call(py_llama *self, PyObject *tokens, PyObject *targets, PyObject *logits,
         out->has_logits = true;
     }
     if (out->tokens.dims_n != 2 ||
-        (out->has_targets && (out->targets.dims_n != 2 ||
-                              out->targets.dims[0] != out->tokens.dims[0] ||
-                              out->targets.dims[1] != out->tokens.dims[1]))) {
-        (void)fs_raise(FS_FAIL(FS_EINVAL, "inputs and targets need two dimensions, (batch, length), "
-                                          "and the same"), NULL);
+        (out->has_targets &&
+         (out->targets.dims_n != 2 || out->targets.dims[0] != out->tokens.dims[0] ||
+          out->targets.dims[1] != out->tokens.dims[1]))) {
+        (void)fs_raise(FS_FAIL(FS_EINVAL,
+                               "inputs and targets need two dimensions, (batch, length), "
+                               "and the same"),
+                       NULL);
         goto fail;
     }
     out->batch = out->tokens.dims[0];
@@ -323,8 +323,8 @@ static fs_status
 forward_backward(fs_llama *llama, const call *c, long long count, bool keep_local, fs_loss *mine,
                  fs_loss *all)
 {
-    FS_TRY(fs_llama_forward_backward(llama, c->tokens.data, c->targets.data, c->batch, c->length, count,
-                                     keep_local, mine));
+    FS_TRY(fs_llama_forward_backward(llama, c->tokens.data, c->targets.data, c->batch, c->length,
+                                     count, keep_local, mine));
     return fs_llama_loss_sum(llama, mine, all);
 }
 
@@ -361,8 +361,9 @@ llama_forward_backward(PyObject *object, PyObject *args)
 static fs_status
 forward(fs_llama *llama, const call *c, bool last_only, fs_loss *mine, fs_loss *all)
 {
-    FS_TRY(fs_llama_forward(llama, c->tokens.data, c->has_targets ? c->targets.data : NULL, c->batch,
-                            c->length, last_only, c->has_logits ? c->logits.data : NULL, mine));
+    FS_TRY(fs_llama_forward(llama, c->tokens.data, c->has_targets ? c->targets.data : NULL,
+                            c->batch, c->length, last_only, c->has_logits ? c->logits.data : NULL,
+                            mine));
     return c->has_targets ? fs_llama_loss_sum(llama, mine, all) : FS_OK;
 }
 
@@ -424,7 +425,8 @@ llama_cache_extend(PyObject *object, PyObject *args)
     }
     if (!c.has_logits || c.batch != self->cache_batch) {
         drop_call(&c);
-        return fs_raise(FS_FAIL(FS_EINVAL, "the cache is of %zu sequences", self->cache_batch), NULL);
+        return fs_raise(FS_FAIL(FS_EINVAL, "the cache is of %zu sequences", self->cache_batch),
+                        NULL);
     }
     fs_world *world = enter(self);
     if (world == NULL) {
@@ -459,17 +461,22 @@ llama_cache_end(PyObject *object, PyObject *Py_UNUSED(ignored))
 // ---- type ---------------------------------------------------------------------------------------
 
 static PyMethodDef methods[] = {
-    {"init", llama_init, METH_VARARGS, "init($self, seed, std, /)\n--\n\nInitial weights. Collective."},
+    {"init", llama_init, METH_VARARGS,
+     "init($self, seed, std, /)\n--\n\nInitial weights. Collective."},
     {"forward_backward", llama_forward_backward, METH_VARARGS,
      "forward_backward($self, inputs, targets, count, keep_local, /)\n--\n\n"
-     "(loss sum, tokens, loss sum of all ranks, tokens of all ranks). count -1: tokens. Collective."},
+     "(loss sum, tokens, loss sum of all ranks, tokens of all ranks). count -1: tokens. "
+     "Collective."},
     {"forward", llama_forward, METH_VARARGS,
      "forward($self, inputs, targets, logits, last_only, /)\n--\n\n"
-     "The same without gradients; targets and logits (written) may be None. Collective with targets."},
+     "The same without gradients; targets and logits (written) may be None. Collective with "
+     "targets."},
     {"cache_begin", llama_cache_begin, METH_VARARGS,
-     "cache_begin($self, batch, capacity, /)\n--\n\nMakes room for keys and values of a generation."},
+     "cache_begin($self, batch, capacity, /)\n--\n\nMakes room for keys and values of a "
+     "generation."},
     {"cache_extend", llama_cache_extend, METH_VARARGS,
-     "cache_extend($self, ids, logits, /)\n--\n\nNext tokens of every sequence; logits (written) are "
+     "cache_extend($self, ids, logits, /)\n--\n\nNext tokens of every sequence; logits (written) "
+     "are "
      "those of the last ones."},
     {"cache_end", llama_cache_end, METH_NOARGS, "cache_end($self, /)\n--\n\nGives the room back."},
     {"close", llama_close, METH_NOARGS, "close($self, /)\n--\n\nGives buffers back. Never waits."},
@@ -496,7 +503,8 @@ static PyMethodDef functions[] = {
      "llama_define($module, config, /)\n--\n\n"
      "([(name, tied name or None, shape, unit)], [(unit, opens, publishes)]) of a configuration."},
     {"llama_plan", llama_plan, METH_VARARGS,
-     "llama_plan($module, config, params, units, policy, size, checkpointing, batch, length, /)\n--\n\n"
+     "llama_plan($module, config, params, units, policy, size, checkpointing, batch, length, "
+     "/)\n--\n\n"
      "{class: (private, world, peak)} bytes that forward and backward of a micro-batch hold."},
     {NULL, NULL, 0, NULL},
 };

@@ -13,9 +13,18 @@
 // ---- fields -------------------------------------------------------------------------------------
 
 typedef enum kind {
-    SIZE, U64, BOOL, NUMBER32, NUMBER64, TYPE, /* scalars */
-    FLOATS, INTS, ANY,                         /* arrays that are read */
-    OUT_FLOATS, OUT_INTS, OUT_DOUBLES          /* arrays that are written */
+    SIZE,
+    U64,
+    BOOL,
+    NUMBER32,
+    NUMBER64,
+    TYPE, /* scalars */
+    FLOATS,
+    INTS,
+    ANY, /* arrays that are read */
+    OUT_FLOATS,
+    OUT_INTS,
+    OUT_DOUBLES /* arrays that are written */
 } kind;
 
 typedef struct field {
@@ -24,64 +33,86 @@ typedef struct field {
     kind kind;
 } field;
 
-#define F(member, k) {#member, offsetof(OP, member), k}
+#define F(member, k)                                                                               \
+    {                                                                                              \
+#member, offsetof(OP, member), k                                                           \
+    }
 
 #define OP fs_embed
-static const field embed_fields[] = {F(rows, SIZE), F(width, SIZE), F(vocab, SIZE), F(tokens, INTS),
-                                     F(scale, NUMBER32), F(table, ANY), F(table_dtype, TYPE),
-                                     F(out, OUT_FLOATS), {NULL, 0, SIZE}};
+static const field embed_fields[] = {F(rows, SIZE),        F(width, SIZE),     F(vocab, SIZE),
+                                     F(tokens, INTS),      F(scale, NUMBER32), F(table, ANY),
+                                     F(table_dtype, TYPE), F(out, OUT_FLOATS), {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_embed_grad
 static const field embed_grad_fields[] = {
-    F(rows, SIZE), F(width, SIZE), F(vocab, SIZE), F(tokens, INTS), F(scale, NUMBER32),
-    F(dy, FLOATS), F(dtable, OUT_FLOATS), F(add, BOOL), F(first, OUT_INTS), F(sorted, OUT_INTS),
-    {NULL, 0, SIZE}};
+    F(rows, SIZE),      F(width, SIZE),      F(vocab, SIZE),        F(tokens, INTS),
+    F(scale, NUMBER32), F(dy, FLOATS),       F(dtable, OUT_FLOATS), F(add, BOOL),
+    F(first, OUT_INTS), F(sorted, OUT_INTS), {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_norm
-static const field norm_fields[] = {
-    F(rows, SIZE), F(width, SIZE), F(x, FLOATS), F(branch, FLOATS), F(bias, FLOATS),
-    F(alpha, NUMBER32), F(sum, OUT_FLOATS), F(weight, FLOATS), F(eps, NUMBER64),
-    F(out, OUT_FLOATS), F(rstd, OUT_FLOATS), {NULL, 0, SIZE}};
+static const field norm_fields[] = {F(rows, SIZE),      F(width, SIZE),      F(x, FLOATS),
+                                    F(branch, FLOATS),  F(bias, FLOATS),     F(alpha, NUMBER32),
+                                    F(sum, OUT_FLOATS), F(weight, FLOATS),   F(eps, NUMBER64),
+                                    F(out, OUT_FLOATS), F(rstd, OUT_FLOATS), {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_norm_grad
 static const field norm_grad_fields[] = {
-    F(rows, SIZE), F(width, SIZE), F(x, FLOATS), F(rstd, FLOATS), F(weight, FLOATS),
-    F(dy, OUT_FLOATS), F(dx, OUT_FLOATS), F(dx_add, BOOL), F(dweight, OUT_FLOATS),
-    F(dweight_add, BOOL), F(partial, OUT_FLOATS), {NULL, 0, SIZE}};
+    F(rows, SIZE),          F(width, SIZE),       F(x, FLOATS),           F(rstd, FLOATS),
+    F(weight, FLOATS),      F(dy, OUT_FLOATS),    F(dx, OUT_FLOATS),      F(dx_add, BOOL),
+    F(dweight, OUT_FLOATS), F(dweight_add, BOOL), F(partial, OUT_FLOATS), {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_heads
-static const field heads_fields[] = {
-    F(batch, SIZE), F(length, SIZE), F(q_heads, SIZE), F(kv_heads, SIZE), F(head_dim, SIZE),
-    F(padded_dim, SIZE), F(kv_rows, SIZE), F(cosines, FLOATS), F(sines, FLOATS), F(q_bias, FLOATS),
-    F(k_bias, FLOATS), F(v_bias, FLOATS), F(q_scale, NUMBER32), F(rows, OUT_FLOATS),
-    F(q, OUT_FLOATS), F(k, OUT_FLOATS), F(v, OUT_FLOATS), {NULL, 0, SIZE}};
+static const field heads_fields[] = {F(batch, SIZE),       F(length, SIZE),     F(q_heads, SIZE),
+                                     F(kv_heads, SIZE),    F(head_dim, SIZE),   F(padded_dim, SIZE),
+                                     F(kv_rows, SIZE),     F(cosines, FLOATS),  F(sines, FLOATS),
+                                     F(q_bias, FLOATS),    F(k_bias, FLOATS),   F(v_bias, FLOATS),
+                                     F(q_scale, NUMBER32), F(rows, OUT_FLOATS), F(q, OUT_FLOATS),
+                                     F(k, OUT_FLOATS),     F(v, OUT_FLOATS),    {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_attention
-static const field attention_fields[] = {
-    F(batch, SIZE), F(length, SIZE), F(q_heads, SIZE), F(kv_heads, SIZE), F(head_dim, SIZE),
-    F(padded_dim, SIZE), F(window, SIZE), F(past, SIZE), F(kv_rows, SIZE), F(q, FLOATS), F(k, FLOATS), F(v, FLOATS),
-    F(out, OUT_FLOATS), F(lse, OUT_FLOATS), F(k_turned, OUT_FLOATS), F(v_turned, OUT_FLOATS),
-    F(dout, FLOATS), F(dout_packed, OUT_FLOATS), F(delta, OUT_FLOATS), F(dq, OUT_FLOATS),
-    F(dk, OUT_FLOATS), F(dv, OUT_FLOATS), {NULL, 0, SIZE}};
+static const field attention_fields[] = {F(batch, SIZE),
+                                         F(length, SIZE),
+                                         F(q_heads, SIZE),
+                                         F(kv_heads, SIZE),
+                                         F(head_dim, SIZE),
+                                         F(padded_dim, SIZE),
+                                         F(window, SIZE),
+                                         F(past, SIZE),
+                                         F(kv_rows, SIZE),
+                                         F(q, FLOATS),
+                                         F(k, FLOATS),
+                                         F(v, FLOATS),
+                                         F(out, OUT_FLOATS),
+                                         F(lse, OUT_FLOATS),
+                                         F(k_turned, OUT_FLOATS),
+                                         F(v_turned, OUT_FLOATS),
+                                         F(dout, FLOATS),
+                                         F(dout_packed, OUT_FLOATS),
+                                         F(delta, OUT_FLOATS),
+                                         F(dq, OUT_FLOATS),
+                                         F(dk, OUT_FLOATS),
+                                         F(dv, OUT_FLOATS),
+                                         {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_swiglu
-static const field swiglu_fields[] = {F(rows, SIZE), F(width, SIZE), F(gate_bias, FLOATS),
+static const field swiglu_fields[] = {F(rows, SIZE),      F(width, SIZE),      F(gate_bias, FLOATS),
                                       F(up_bias, FLOATS), F(gate, OUT_FLOATS), F(up, OUT_FLOATS),
                                       F(act, OUT_FLOATS), {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_xent
-static const field xent_fields[] = {F(rows, SIZE), F(vocab, SIZE), F(logits, OUT_FLOATS),
-                                    F(targets, INTS), F(scale, NUMBER32), F(grad, BOOL),
+static const field xent_fields[] = {F(rows, SIZE),        F(vocab, SIZE),     F(logits, OUT_FLOATS),
+                                    F(targets, INTS),     F(scale, NUMBER32), F(grad, BOOL),
                                     F(loss, OUT_DOUBLES), {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_column_sum
-static const field column_sum_fields[] = {F(rows, SIZE), F(width, SIZE), F(stride, SIZE),
-                                          F(x, FLOATS), F(out, OUT_FLOATS), F(add, BOOL),
+static const field column_sum_fields[] = {F(rows, SIZE),  F(width, SIZE),     F(stride, SIZE),
+                                          F(x, FLOATS),   F(out, OUT_FLOATS), F(add, BOOL),
                                           {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_normal
-static const field normal_fields[] = {F(seed, U64), F(stream, U64), F(first, U64), F(n, SIZE),
-                                      F(std, NUMBER32), F(out, OUT_FLOATS), {NULL, 0, SIZE}};
+static const field normal_fields[] = {F(seed, U64),   F(stream, U64),   F(first, U64),
+                                      F(n, SIZE),     F(std, NUMBER32), F(out, OUT_FLOATS),
+                                      {NULL, 0, SIZE}};
 #undef OP
 
 typedef struct scale_call {
@@ -93,7 +124,7 @@ typedef struct scale_call {
 } scale_call;
 #define OP scale_call
 static const field scale_fields[] = {F(out, OUT_FLOATS), F(x, FLOATS), F(alpha, NUMBER32),
-                                     F(add, BOOL), F(n, SIZE), {NULL, 0, SIZE}};
+                                     F(add, BOOL),       F(n, SIZE),   {NULL, 0, SIZE}};
 #undef OP
 
 // ---- operations ---------------------------------------------------------------------------------
@@ -112,10 +143,10 @@ typedef union call {
     scale_call scale;
 } call;
 
-#define RUN(op, member)                                                   \
-    static void run_##op(const fs_exec *exec, const call *c)              \
-    {                                                                     \
-        exec->device->model.op(exec, &c->member);                         \
+#define RUN(op, member)                                                                            \
+    static void run_##op(const fs_exec *exec, const call *c)                                       \
+    {                                                                                              \
+        exec->device->model.op(exec, &c->member);                                                  \
     }
 RUN(embed, embed)
 RUN(embed_grad, embed_grad)
@@ -168,8 +199,10 @@ static const operation operations[] = {
 static int
 take_array(PyObject *value, const field *f, char *at, fs_buffer *buffer)
 {
-    static const fs_dtype dtypes[] = {[FLOATS] = FS_F32,     [INTS] = FS_I32,
-                                      [OUT_FLOATS] = FS_F32, [OUT_INTS] = FS_I32,
+    static const fs_dtype dtypes[] = {[FLOATS] = FS_F32,
+                                      [INTS] = FS_I32,
+                                      [OUT_FLOATS] = FS_F32,
+                                      [OUT_INTS] = FS_I32,
                                       [OUT_DOUBLES] = FS_F64};
     bool writeable = f->kind >= OUT_FLOATS;
     int failed = f->kind == ANY
@@ -281,12 +314,11 @@ model_op(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
     if (held < 0) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    fs_fp_state saved = fs_fp_enter();
+    Py_BEGIN_ALLOW_THREADS fs_fp_state saved = fs_fp_enter();
     op->run(exec, &c);
     fs_fp_leave(saved);
-    Py_END_ALLOW_THREADS
-    while (held > 0) {
+    Py_END_ALLOW_THREADS while (held > 0)
+    {
         fs_buffer_drop(&buffers[--held]);
     }
     Py_RETURN_NONE;

@@ -92,9 +92,9 @@ typedef struct fs_norm_grad {
     float *partial;    /* scratch (FS_NORM_CHUNKS, width) */
 } fs_norm_grad;
 
-/* Between the rows of the projections and packed heads. rows is
- * (batch * length, (q_heads + 2 * kv_heads) * head_dim): q, k, v of one token side by side. A key head
- * of k and v has kv_rows rows, length unless they are a cache. */
+/* Between the rows of the projections and packed heads. rows is (batch * length, (q_heads + 2 *
+ * kv_heads) * head_dim): q, k, v of one token side by side. A key head of k and v has kv_rows
+ * rows, length unless they are a cache. */
 typedef struct fs_heads {
     size_t batch, length, q_heads, kv_heads, head_dim, padded_dim, kv_rows;
     const float *cosines, *sines; /* (length, head_dim / 2) */
@@ -104,14 +104,14 @@ typedef struct fs_heads {
     float *q, *k, *v;    /* packed */
 } fs_heads;
 
-/* Causal softmax attention over packed q, k, v (q carries the scale): token i sees tokens j <= i, and
- * only j > i - window where window > 0. Query head h reads key head h / (q_heads / kv_heads). Where
- * keys are cached, past of them come before the first query, and a key head has kv_rows rows; else
- * past is 0 and kv_rows is length. Gradients are for the latter only. */
+/* Causal softmax attention over packed q, k, v (q carries the scale): token i sees tokens j <=
+ * i, and only j > i - window where window > 0. Query head h reads key head h / (q_heads /
+ * kv_heads). Where keys are cached, past of them come before the first query, and a key head has
+ * kv_rows rows; else past is 0 and kv_rows is length. Gradients are for the latter only. */
 typedef struct fs_attention {
     size_t batch, length, q_heads, kv_heads, head_dim, padded_dim, window, past, kv_rows;
     const float *q, *k, *v;
-    float *out;       /* (batch * length, q_heads * head_dim): written by attention, read by its grad */
+    float *out;       /* (batch * length, q_heads * head_dim): the grad reads it */
     float *lse;       /* (batch, q_heads, length) log of the sum of exponentials: likewise */
     float *k_turned;  /* scratch (batch, kv_heads, padded_dim, padded length of past + length) */
     /* What follows is used by attention_grad alone. */
@@ -126,7 +126,7 @@ typedef struct fs_attention {
 typedef struct fs_swiglu {
     size_t rows, width;
     const float *gate_bias, *up_bias; /* (width) or NULL */
-    float *gate, *up; /* (rows, width); swiglu only reads them, swiglu_grad replaces them by their gradients */
+    float *gate, *up; /* (rows, width): read; swiglu_grad replaces them by their gradients */
     float *act;       /* (rows, width); swiglu_grad: the gradient on entry, act itself on return */
 } fs_swiglu;
 

@@ -1,6 +1,6 @@
-/* Backward of a layer. at.dx is the gradient of the residual stream, in and out; at.branch holds the
- * gradient of a norm's output and, after the norm's backward, that output itself for the weight
- * gradients. Each weight gradient goes straight into the unit's slot. */
+/* Backward of a layer. at.dx is the gradient of the residual stream, in and out; at.branch holds
+ * the gradient of a norm's output and, after the norm's backward, that output itself for the
+ * weight gradients. Each weight gradient goes straight into the unit's slot. */
 #include "parts.h"
 
 /* The gradient of a branch: dx times the residual multiplier. */
@@ -37,21 +37,21 @@ mlp_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights, cons
                         .up = saved->up,
                         .act = at->wide};
     exec->device->model.swiglu_grad(exec, &swiglu);
-    FS_TRY(fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_DOWN), dy, hidden,
-                                 at->wide, rows));
+    FS_TRY(fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_DOWN), dy,
+                                 hidden, at->wide, rows));
     FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_GATE_BIAS), saved->gate,
                         wide));
-    FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_UP_BIAS), saved->up,
-                        wide));
+    FS_TRY(
+        fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_UP_BIAS), saved->up, wide));
     fs_linear_input_grad(llama, at->branch, saved->gate, wide,
                          fs_layer_weight(llama, weights, layer, FS_ROLE_GATE), rows, hidden, wide,
                          false);
     fs_linear_input_grad(llama, at->branch, saved->up, wide,
                          fs_layer_weight(llama, weights, layer, FS_ROLE_UP), rows, hidden, wide,
                          true);
-    FS_TRY(fs_norm_backward(llama, sink, fs_llama_param(config, layer, FS_ROLE_NORM2), saved->middle,
-                            saved->rstd2, fs_layer_weight(llama, weights, layer, FS_ROLE_NORM2),
-                            true));
+    FS_TRY(fs_norm_backward(llama, sink, fs_llama_param(config, layer, FS_ROLE_NORM2),
+                            saved->middle, saved->rstd2,
+                            fs_layer_weight(llama, weights, layer, FS_ROLE_NORM2), true));
     FS_TRY(fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_GATE),
                                  saved->gate, wide, at->branch, rows));
     return fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_UP), saved->up,

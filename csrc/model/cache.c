@@ -1,5 +1,5 @@
-/* Generation with a cache of keys and values: each new token costs one pass over the weights and its
- * attention to what came before, instead of a forward over everything. */
+/* Generation with a cache of keys and values: each new token costs one pass over the weights and
+ * its attention to what came before, instead of a forward over everything. */
 #include "../base/checked.h"
 #include "parts.h"
 
@@ -22,9 +22,10 @@ fs_llama_cache_begin(fs_llama *llama, size_t batch, size_t capacity)
     fs_llama_cache_end(llama);
     if (batch == 0 || batch > INT32_MAX || capacity == 0 ||
         capacity > llama->config.max_position_embeddings) {
-        return FS_FAIL(FS_EINVAL, "a cache of %zu sequences of %zu tokens: the model has %zu positions "
-                       "(max_position_embeddings)", batch, capacity,
-                       llama->config.max_position_embeddings);
+        return FS_FAIL(FS_EINVAL,
+                       "a cache of %zu sequences of %zu tokens: the model has %zu positions "
+                       "(max_position_embeddings)",
+                       batch, capacity, llama->config.max_position_embeddings);
     }
     FS_TRY(fs_world_usable(llama->world));
     fs_cache cache = {.batch = batch, .capacity = capacity};

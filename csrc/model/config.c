@@ -19,7 +19,8 @@ check_side(const char *name, size_t value)
     return FS_OK;
 }
 
-/* Finite and at least low; positive says that low itself is too small. NaN fails every comparison. */
+/* Finite and at least low; positive says that low itself is too small. NaN fails every
+ * comparison. */
 static fs_status
 check_number(const char *name, double value, double low, bool above)
 {
@@ -63,13 +64,16 @@ fs_llama_check(const fs_llama_config *config)
                        config->num_hidden_layers);
     }
     if (config->head_dim < 2 || config->head_dim % 2 != 0 || config->head_dim > FS_HEAD_DIM_MAX) {
-        return FS_FAIL(FS_EINVAL, "head_dim is %zu: it must be even (rotary positions turn pairs) and "
-                       "between 2 and %d", config->head_dim, FS_HEAD_DIM_MAX);
+        return FS_FAIL(FS_EINVAL,
+                       "head_dim is %zu: it must be even (rotary positions turn pairs) and "
+                       "between 2 and %d",
+                       config->head_dim, FS_HEAD_DIM_MAX);
     }
     if (config->num_attention_heads % config->num_key_value_heads != 0) {
-        return FS_FAIL(FS_EINVAL, "num_attention_heads (%zu) is not a multiple of "
-                       "num_key_value_heads (%zu)", config->num_attention_heads,
-                       config->num_key_value_heads);
+        return FS_FAIL(FS_EINVAL,
+                       "num_attention_heads (%zu) is not a multiple of "
+                       "num_key_value_heads (%zu)",
+                       config->num_attention_heads, config->num_key_value_heads);
     }
     size_t heads, projected;
     FS_TRY(fs_add_size(config->num_attention_heads, 2 * config->num_key_value_heads, &heads));
@@ -230,9 +234,8 @@ define_units(const fs_llama_config *config, fs_llama_defs *defs)
 {
     int layers = (int)config->num_hidden_layers, last = layers + 1;
     char *text = defs->names + (size_t)(defs->params_n * NAME_NBYTES);
-    defs->units[0] = (fs_unit_def){.name = "embed",
-                                   .opens = config->tie_word_embeddings ? 0 : last,
-                                   .publishes = last};
+    defs->units[0] = (fs_unit_def){
+        .name = "embed", .opens = config->tie_word_embeddings ? 0 : last, .publishes = last};
     for (int layer = 0; layer < layers; layer++) {
         (void)snprintf(text, NAME_NBYTES, "layers.%d", layer);
         int place = layers - layer;

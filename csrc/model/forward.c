@@ -97,8 +97,8 @@ fs_llama_layer_forward(fs_llama *llama, size_t layer, const fs_unit_weights *wei
     exec->device->model.norm(exec, &norm);
     fs_linear(llama, saved->gate, wide, at->normed,
               fs_layer_weight(llama, weights, layer, FS_ROLE_GATE), rows, hidden, wide);
-    fs_linear(llama, saved->up, wide, at->normed, fs_layer_weight(llama, weights, layer, FS_ROLE_UP),
-              rows, hidden, wide);
+    fs_linear(llama, saved->up, wide, at->normed,
+              fs_layer_weight(llama, weights, layer, FS_ROLE_UP), rows, hidden, wide);
     if (again) {
         return;
     }
@@ -178,8 +178,8 @@ logits_out(fs_llama *llama, const fs_head_call *call, const float *head, size_t 
     float *out = call->logits + begin * vocab;
     fs_linear(llama, out, vocab, llama->at.normed + begin * hidden, head, n, hidden, vocab);
     if (llama->config.logits_scaling != 1.0) {
-        exec->device->model.scale(exec, out, out, (float)(1.0 / llama->config.logits_scaling), false,
-                                  n * vocab);
+        exec->device->model.scale(exec, out, out, (float)(1.0 / llama->config.logits_scaling),
+                                  false, n * vocab);
     }
 }
 
@@ -216,9 +216,17 @@ slice_backward(fs_llama *llama, const fs_head_call *call, const float *head, flo
     fs_batch *at = &llama->at;
     size_t vocab = llama->config.vocab_size, hidden = llama->config.hidden_size;
     if (dhead != NULL) {
-        fs_gemm gemm = {.trans_a = true, .m = vocab, .n = hidden, .k = n, .a = at->logits,
-                        .lda = vocab, .b = at->normed + begin * hidden, .ldb = hidden,
-                        .beta = dhead_add ? 1.0f : 0.0f, .c = dhead, .ldc = hidden};
+        fs_gemm gemm = {.trans_a = true,
+                        .m = vocab,
+                        .n = hidden,
+                        .k = n,
+                        .a = at->logits,
+                        .lda = vocab,
+                        .b = at->normed + begin * hidden,
+                        .ldb = hidden,
+                        .beta = dhead_add ? 1.0f : 0.0f,
+                        .c = dhead,
+                        .ldc = hidden};
         llama->exec->device->gemm(llama->exec, &gemm);
     }
     if (call->normed_grad) {
@@ -238,9 +246,8 @@ head_slices(fs_llama *llama, fs_head_call *call, const float *head)
             const float *row = at->normed + ((b + 1) * at->length - 1) * hidden;
             float *out = call->logits + b * vocab;
             fs_linear(llama, out, vocab, row, head, 1, hidden, vocab);
-            llama->exec->device->model.scale(llama->exec, out, out,
-                                             (float)(1.0 / llama->config.logits_scaling), false,
-                                             vocab);
+            llama->exec->device->model.scale(
+                llama->exec, out, out, (float)(1.0 / llama->config.logits_scaling), false, vocab);
         }
         return FS_OK;
     }
@@ -285,8 +292,8 @@ head_gathered(fs_llama *llama, fs_head_call *call, const fs_unit_weights *weight
     norm.out = at->normed;
     norm.rstd = at->rstd_last;
     llama->exec->device->model.norm(llama->exec, &norm);
-    call->normed_grad = call->sink != NULL &&
-                        (call->input_grad || llama->layout->params[norm_param].trainable);
+    call->normed_grad =
+        call->sink != NULL && (call->input_grad || llama->layout->params[norm_param].trainable);
     FS_TRY(head_slices(llama, call, head));
     if (!call->normed_grad) {
         return FS_OK;

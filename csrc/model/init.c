@@ -78,8 +78,10 @@ fs_status
 fs_llama_init(fs_llama *llama, uint64_t seed, double std)
 {
     if (!(std >= 0.0 && std < 1e30)) {
-        return FS_FAIL(FS_EINVAL, "the initial standard deviation is %g: it must be finite and at "
-                       "least 0", std);
+        return FS_FAIL(FS_EINVAL,
+                       "the initial standard deviation is %g: it must be finite and at "
+                       "least 0",
+                       std);
     }
     float *chunk;
     FS_TRY(fs_calloc(CHUNK_N, sizeof *chunk, &chunk));

@@ -16,9 +16,10 @@ check_layout(const fs_llama_config *config, const fs_layout *layout)
     FS_TRY(fs_llama_define(config, &defs));
     fs_status st = FS_OK;
     if (layout->params_n != defs.params_n || layout->units_n != defs.units_n) {
-        st = FS_FAIL(FS_EINVAL, "the shards hold %d parameters in %d units, the configuration "
-                     "defines %d in %d", layout->params_n, layout->units_n, defs.params_n,
-                     defs.units_n);
+        st = FS_FAIL(FS_EINVAL,
+                     "the shards hold %d parameters in %d units, the configuration "
+                     "defines %d in %d",
+                     layout->params_n, layout->units_n, defs.params_n, defs.units_n);
     }
     for (int p = 0; st == FS_OK && p < defs.params_n; p++) {
         const fs_param *got = &layout->params[p];
@@ -26,8 +27,10 @@ check_layout(const fs_llama_config *config, const fs_layout *layout)
         if (strcmp(got->name, want->name) != 0 || got->dims_n != want->dims_n ||
             got->dims[0] != want->dims[0] || (want->dims_n == 2 && got->dims[1] != want->dims[1]) ||
             got->unit != want->unit) {
-            st = FS_FAIL(FS_EINVAL, "parameter %d of the shards is %s, the configuration defines %s "
-                         "(%zu x %zu)", p, got->name, want->name, want->dims[0],
+            st = FS_FAIL(FS_EINVAL,
+                         "parameter %d of the shards is %s, the configuration defines %s "
+                         "(%zu x %zu)",
+                         p, got->name, want->name, want->dims[0],
                          want->dims_n == 2 ? want->dims[1] : 1);
         }
     }
@@ -42,8 +45,10 @@ fs_llama_open(const fs_llama_config *config, fs_shards *shards, bool checkpointi
     FS_TRY(check_layout(config, layout));
     fs_precision precision = fs_shards_policy(shards)->precision;
     if (precision.param != FS_F32 && precision.param != FS_BF16 && precision.param != FS_F16) {
-        return FS_FAIL(FS_EUNSUPPORTED, "the native model computes with float32, bfloat16 or float16 "
-                       "weights, not %s", fs_dtype_name(precision.param));
+        return FS_FAIL(FS_EUNSUPPORTED,
+                       "the native model computes with float32, bfloat16 or float16 "
+                       "weights, not %s",
+                       fs_dtype_name(precision.param));
     }
     fs_llama *llama;
     FS_TRY(fs_calloc(1, sizeof *llama, &llama));
@@ -57,10 +62,11 @@ fs_llama_open(const fs_llama_config *config, fs_shards *shards, bool checkpointi
     llama->checkpointing = checkpointing;
     fs_status st;
     size_t size = (size_t)fs_world_size(llama->world);
-    FS_TRY_GOTO(fs_calloc(config->num_hidden_layers, sizeof *llama->layers, &llama->layers), st, fail);
+    FS_TRY_GOTO(fs_calloc(config->num_hidden_layers, sizeof *llama->layers, &llama->layers), st,
+                fail);
     FS_TRY_GOTO(fs_calloc(size, sizeof *llama->payloads, &llama->payloads), st, fail);
     if (precision.reduce == FS_F16) {
-        /* Gradients of sums over thousands of tokens would pass 65,504 at any loss scale above 1. */
+        /* Gradients of sums over thousands of tokens pass 65,504 at any loss scale above 1. */
         fs_shards_set_prescale(shards, 0x1p-10);
     }
     *out = llama;
@@ -99,8 +105,8 @@ make_rope(fs_llama *llama, size_t length)
     llama->rope_length = 0;
     fs_arena_close(&llama->rope_arena);
     FS_TRY(fs_arena_open(&llama->rope_arena, fs_world_ledger(llama->world), counting.used));
-    FS_TRY(fs_rope_place(&llama->config, length, &llama->rope_arena, &llama->cosines,
-                         &llama->sines));
+    FS_TRY(
+        fs_rope_place(&llama->config, length, &llama->rope_arena, &llama->cosines, &llama->sines));
     fs_rope_fill(&llama->config, length, llama->cosines, llama->sines);
     llama->rope_length = length;
     return FS_OK;
@@ -137,8 +143,8 @@ fs_llama_check_ids(const fs_llama *llama, const char *what, const int32_t *ids, 
     for (size_t i = 0; i < n; i++) {
         bool fine = ids[i] >= 0 && (size_t)ids[i] < vocab;
         if (!fine && !(may_ignore && ids[i] == FS_TARGET_IGNORED)) {
-            return FS_FAIL(FS_EINVAL, "%s[%zu, %zu] is %d: ids are between 0 and %zu%s (rank %d)", what,
-                           i / length, i % length, (int)ids[i], vocab - 1,
+            return FS_FAIL(FS_EINVAL, "%s[%zu, %zu] is %d: ids are between 0 and %zu%s (rank %d)",
+                           what, i / length, i % length, (int)ids[i], vocab - 1,
                            may_ignore ? ", or -100 to be ignored" : "",
                            fs_world_rank(llama->world));
         }
@@ -153,16 +159,19 @@ check_call(const fs_llama *llama, const int32_t *tokens, const int32_t *targets,
     size_t rows;
     FS_TRY(fs_mul_size(batch, length, &rows));
     if (rows == 0) {
-        return FS_FAIL(FS_EINVAL, "a micro-batch of %zu x %zu tokens is empty (rank %d)", batch, length,
-                       fs_world_rank(llama->world));
+        return FS_FAIL(FS_EINVAL, "a micro-batch of %zu x %zu tokens is empty (rank %d)", batch,
+                       length, fs_world_rank(llama->world));
     }
     if (length > llama->config.max_position_embeddings) {
-        return FS_FAIL(FS_EINVAL, "sequences of %zu tokens: the model has %zu positions "
-                       "(max_position_embeddings)", length, llama->config.max_position_embeddings);
+        return FS_FAIL(FS_EINVAL,
+                       "sequences of %zu tokens: the model has %zu positions "
+                       "(max_position_embeddings)",
+                       length, llama->config.max_position_embeddings);
     }
     FS_TRY(fs_world_usable(llama->world));
     FS_TRY(fs_llama_check_ids(llama, "inputs", tokens, rows, length, false));
-    return targets == NULL ? FS_OK : fs_llama_check_ids(llama, "targets", targets, rows, length, true);
+    return targets == NULL ? FS_OK
+                           : fs_llama_check_ids(llama, "targets", targets, rows, length, true);
 }
 
 // ---- calls --------------------------------------------------------------------------------------
@@ -212,10 +221,8 @@ backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, bool ke
     if (tied) {
         FS_TRY(fs_sink_open(llama, 0, &embed));
     }
-    fs_head_call call = {.targets = targets,
-                         .sink = &head,
-                         .tied = &embed,
-                         .input_grad = first < head_unit};
+    fs_head_call call = {
+        .targets = targets, .sink = &head, .tied = &embed, .input_grad = first < head_unit};
     FS_TRY(fs_llama_head(llama, &call));
     *out = call.loss;
     FS_TRY(fs_sink_publish(llama, &head, keep_local));
@@ -234,8 +241,8 @@ backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, bool ke
 }
 
 fs_status
-fs_llama_forward_backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, size_t batch,
-                          size_t length, int64_t count, bool keep_local, fs_loss *out)
+fs_llama_forward_backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets,
+                          size_t batch, size_t length, int64_t count, bool keep_local, fs_loss *out)
 {
     FS_TRY(check_call(llama, tokens, targets, batch, length));
     FS_TRY(fs_llama_make_room(llama, FS_MODE_TRAIN, batch, length, length));

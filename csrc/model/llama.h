@@ -30,10 +30,10 @@ typedef struct fs_llama_config {
 FS_NODISCARD fs_status
 fs_llama_check(const fs_llama_config *config);
 
-/* Definitions for fs_layout_make: units embed, layers.0 .. layers.L-1, head; Hugging Face names. Order
- * of publishing: head, layers from the last to the first, embed. A tied head is the embedding's
- * parameter, whose gradient opens with the head. Everything is trainable and of group 0 until the
- * caller says otherwise. Owner: the caller, who frees it. */
+/* Definitions for fs_layout_make: units embed, layers.0 .. layers.L-1, head; Hugging Face names.
+ * Order of publishing: head, layers from the last to the first, embed. A tied head is the
+ * embedding's parameter, whose gradient opens with the head. Everything is trainable and of
+ * group 0 until the caller says otherwise. Owner: the caller, who frees it. */
 typedef struct fs_llama_defs {
     fs_param_def *params;
     int params_n;
@@ -60,9 +60,9 @@ fs_llama_plan(const fs_llama_config *config, const fs_layout *layout, const fs_p
               bool checkpointing, size_t batch, size_t length, fs_ledger *plan);
 
 /* Initial weights by a counter-based generator: element i of parameter p depends on (seed, p, i)
- * alone, whatever the world and the instruction set. Norms 1, biases 0, linear and embedding weights
- * normal with std, projections into the residual stream with std / sqrt(2 * layers). Each rank makes
- * what it keeps. Collective. */
+ * alone, whatever the world and the instruction set. Norms 1, biases 0, linear and embedding
+ * weights normal with std, projections into the residual stream with std / sqrt(2 * layers).
+ * Each rank makes what it keeps. Collective. */
 FS_NODISCARD fs_status
 fs_llama_init(fs_llama *llama, uint64_t seed, double std);
 
@@ -71,12 +71,14 @@ typedef struct fs_loss {
     int64_t tokens; /* targets that are not -100 */
 } fs_loss;
 
-/* tokens, targets: (batch, length) int32, ids below vocab_size, targets -100 = ignored; checked before
- * anything else happens. Gradients of the token SUM are published unit by unit; keep_local as in
- * fs_grad_publish; count < 0 = tokens. The first call of a larger (batch, length) allocates. */
+/* tokens, targets: (batch, length) int32, ids below vocab_size, targets -100 = ignored; checked
+ * before anything else happens. Gradients of the token SUM are published unit by unit;
+ * keep_local as in fs_grad_publish; count < 0 = tokens. The first call of a larger (batch,
+ * length) allocates. */
 FS_NODISCARD fs_status
-fs_llama_forward_backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, size_t batch,
-                          size_t length, int64_t count, bool keep_local, fs_loss *out);
+fs_llama_forward_backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets,
+                          size_t batch, size_t length, int64_t count, bool keep_local,
+                          fs_loss *out);
 
 /* Forward only. targets may be NULL: no loss, and out is not touched. logits may be NULL, else
  * (batch, length, vocab_size) fp32, or (batch, vocab_size) of each sequence's last token when
@@ -85,11 +87,12 @@ FS_NODISCARD fs_status
 fs_llama_forward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, size_t batch,
                  size_t length, bool last_only, float *logits, fs_loss *out);
 
-/* Generation: begin makes room for keys and values of batch sequences of up to capacity tokens (closing
- * what was open); each extend takes the next length tokens of every sequence, (batch, length), and
- * gives the logits of the last ones, (batch, vocab_size). FS_EINVAL when they do not fit, or capacity
- * is over max_position_embeddings. The cache is of the weights it was filled with: a caller that
- * changes them begins again. Gathers as forward does. end gives the memory back; close does too. */
+/* Generation: begin makes room for keys and values of batch sequences of up to capacity tokens
+ * (closing what was open); each extend takes the next length tokens of every sequence, (batch,
+ * length), and gives the logits of the last ones, (batch, vocab_size). FS_EINVAL when they do
+ * not fit, or capacity is over max_position_embeddings. The cache is of the weights it was
+ * filled with: a caller that changes them begins again. Gathers as forward does. end gives the
+ * memory back; close does too. */
 FS_NODISCARD fs_status
 fs_llama_cache_begin(fs_llama *llama, size_t batch, size_t capacity);
 FS_NODISCARD fs_status

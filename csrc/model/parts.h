@@ -68,7 +68,7 @@ typedef struct fs_batch {
     double *losses;     /* (slice) */
     /* Backward alone. */
     float *dx;          /* (rows, hidden): gradient of the residual stream */
-    float *scaled;      /* (rows, hidden): dx times the residual multiplier; dx itself when that is 1 */
+    float *scaled;      /* (rows, hidden): dx times the residual multiplier; dx where that is 1 */
     float *dattended;   /* (rows, q_heads * head_dim) */
     float *dattended_packed;
     float *delta;       /* (batch, q_heads, length) */
@@ -80,12 +80,12 @@ typedef struct fs_batch {
     float *staged;      /* a parameter's gradient on its way to a slot that is not fp32, or NULL */
 } fs_batch;
 
-/* Places all buffers of a micro-batch in arena; run on a counting arena it is the plan. keys: the most
- * keys that attention sees, at least length. */
+/* Places all buffers of a micro-batch in arena; run on a counting arena it is the plan. keys:
+ * the most keys that attention sees, at least length. */
 FS_NODISCARD fs_status
-fs_llama_place(const fs_llama_config *config, const fs_layout *layout, const fs_precision *precision,
-               bool checkpointing, fs_mode mode, size_t batch, size_t length, size_t keys,
-               fs_layer_saved *layers, fs_arena *arena, fs_batch *out);
+fs_llama_place(const fs_llama_config *config, const fs_layout *layout,
+               const fs_precision *precision, bool checkpointing, fs_mode mode, size_t batch,
+               size_t length, size_t keys, fs_layer_saved *layers, fs_arena *arena, fs_batch *out);
 
 /* Rotary tables (length, head_dim / 2). */
 FS_NODISCARD fs_status
@@ -160,8 +160,9 @@ void fs_linear(const fs_llama *llama, float *y, size_t ldy, const float *x, cons
 void fs_linear_input_grad(const fs_llama *llama, float *dx, const float *dy, size_t ldy,
                           const float *weight, size_t rows, size_t in, size_t out, bool add);
 
-/* Forward of one layer, from its saved input on; stops before the output projection of the MLP when
- * again (checkpointing: the rest is not needed). at->branch then waits to be added to saved->middle. */
+/* Forward of one layer, from its saved input on; stops before the output projection of the MLP
+ * when again (checkpointing: the rest is not needed). at->branch then waits to be added to
+ * saved->middle. */
 void fs_llama_layer_forward(fs_llama *llama, size_t layer, const fs_unit_weights *weights,
                             const fs_norm *norm1, bool again);
 
@@ -200,14 +201,14 @@ fs_linear_weight_grad(fs_llama *llama, const fs_sink *sink, int param, const flo
 /* Column sums of dy into the sink, unless there is no such bias (param -1) or it is frozen. */
 FS_NODISCARD fs_status
 fs_bias_grad(fs_llama *llama, const fs_sink *sink, int param, const float *dy, size_t ldy);
-/* Backward of a norm: at.branch holds the gradient of its output, then its output; at.dx is written,
- * or added to. */
+/* Backward of a norm: at.branch holds the gradient of its output, then its output; at.dx is
+ * written, or added to. */
 FS_NODISCARD fs_status
 fs_norm_backward(fs_llama *llama, const fs_sink *sink, int param, const float *x, const float *rstd,
                  const float *weight, bool dx_add);
 
-/* Final norm and head, in slices of tokens; gathers and releases their unit (and the table of a tied
- * head). Gradients of the head and the norm are written when there is a sink. */
+/* Final norm and head, in slices of tokens; gathers and releases their unit (and the table of a
+ * tied head). Gradients of the head and the norm are written when there is a sink. */
 typedef struct fs_head_call {
     const int32_t *targets; /* (rows) or NULL */
     float *logits;          /* (rows, vocab) or NULL */

@@ -56,11 +56,11 @@ place_layer(const fs_llama_config *config, const fs_batch *at, fs_arena *arena, 
     return take_floats(arena, kind, at->rows, config->intermediate_size, 1, &out->up);
 }
 
-/* Training keeps the input of every layer, and the rest of every layer or, with checkpointing, one set
- * that all layers share. Forward alone has one stream that is added to in place. */
+/* Training keeps the input of every layer, and the rest of every layer or, with checkpointing,
+ * one set that all layers share. Forward alone has one stream that is added to in place. */
 static fs_status
-place_layers(const fs_llama_config *config, bool checkpointing, fs_mode mode, fs_layer_saved *layers,
-             fs_arena *arena, fs_batch *out)
+place_layers(const fs_llama_config *config, bool checkpointing, fs_mode mode,
+             fs_layer_saved *layers, fs_arena *arena, fs_batch *out)
 {
     const fs_mem_class kind = FS_MEM_ACTIVATIONS;
     size_t hidden = config->hidden_size;
@@ -153,17 +153,19 @@ largest_trainable(const fs_layout *layout)
 }
 
 fs_status
-fs_llama_place(const fs_llama_config *config, const fs_layout *layout, const fs_precision *precision,
-               bool checkpointing, fs_mode mode, size_t batch, size_t length, size_t keys,
-               fs_layer_saved *layers, fs_arena *arena, fs_batch *out)
+fs_llama_place(const fs_llama_config *config, const fs_layout *layout,
+               const fs_precision *precision, bool checkpointing, fs_mode mode, size_t batch,
+               size_t length, size_t keys, fs_layer_saved *layers, fs_arena *arena, fs_batch *out)
 {
     *out = (fs_batch){.batch = batch, .length = length, .kv_rows = length, .layers = layers};
     size_t padded;
     FS_TRY(fs_mul_size(batch, length, &out->rows));
     FS_TRY(fs_mul_size(batch * config->num_key_value_heads, fs_padded_length(keys), &padded));
     if (out->rows == 0 || out->rows > INT32_MAX || padded > INT32_MAX) {
-        return FS_FAIL(FS_EINVAL, "a micro-batch of %zu x %zu tokens: it needs between 1 and %d "
-                       "tokens", batch, length, INT32_MAX);
+        return FS_FAIL(FS_EINVAL,
+                       "a micro-batch of %zu x %zu tokens: it needs between 1 and %d "
+                       "tokens",
+                       batch, length, INT32_MAX);
     }
     out->padded_dim = fs_padded_dim(config->head_dim);
     out->padded_length = fs_padded_length(keys);
@@ -195,8 +197,9 @@ fs_rope_place(const fs_llama_config *config, size_t length, fs_arena *arena, flo
 
 #define TWO_PI 6.283185307179586
 
-/* Angle per position of pair i (Su et al. 2021), stretched for long contexts. llama3: pairs that turn
- * slowly are stretched by factor, those that turn fast are kept, and between the two it is blended. */
+/* Angle per position of pair i (Su et al. 2021), stretched for long contexts. llama3: pairs that
+ * turn slowly are stretched by factor, those that turn fast are kept, and between the two it is
+ * blended. */
 static double
 rope_frequency(const fs_llama_config *config, size_t pair)
 {

@@ -39,8 +39,17 @@ void
 fs_linear(const fs_llama *llama, float *y, size_t ldy, const float *x, const float *weight,
           size_t rows, size_t in, size_t out)
 {
-    fs_gemm gemm = {.trans_b = true, .m = rows, .n = out, .k = in, .a = x, .lda = in, .b = weight,
-                    .ldb = in, .beta = 0.0f, .c = y, .ldc = ldy};
+    fs_gemm gemm = {.trans_b = true,
+                    .m = rows,
+                    .n = out,
+                    .k = in,
+                    .a = x,
+                    .lda = in,
+                    .b = weight,
+                    .ldb = in,
+                    .beta = 0.0f,
+                    .c = y,
+                    .ldc = ldy};
     llama->exec->device->gemm(llama->exec, &gemm);
 }
 
@@ -48,8 +57,16 @@ void
 fs_linear_input_grad(const fs_llama *llama, float *dx, const float *dy, size_t ldy,
                      const float *weight, size_t rows, size_t in, size_t out, bool add)
 {
-    fs_gemm gemm = {.m = rows, .n = in, .k = out, .a = dy, .lda = ldy, .b = weight, .ldb = in,
-                    .beta = add ? 1.0f : 0.0f, .c = dx, .ldc = in};
+    fs_gemm gemm = {.m = rows,
+                    .n = in,
+                    .k = out,
+                    .a = dy,
+                    .lda = ldy,
+                    .b = weight,
+                    .ldb = in,
+                    .beta = add ? 1.0f : 0.0f,
+                    .c = dx,
+                    .ldc = in};
     llama->exec->device->gemm(llama->exec, &gemm);
 }
 
@@ -63,8 +80,17 @@ fs_linear_weight_grad(fs_llama *llama, const fs_sink *sink, int param, const flo
         return FS_OK;
     }
     size_t out = llama->layout->params[param].dims[0], in = llama->layout->params[param].dims[1];
-    fs_gemm gemm = {.trans_a = true, .m = out, .n = in, .k = rows, .a = dy, .lda = ldy, .b = x,
-                    .ldb = in, .beta = add ? 1.0f : 0.0f, .c = target, .ldc = in};
+    fs_gemm gemm = {.trans_a = true,
+                    .m = out,
+                    .n = in,
+                    .k = rows,
+                    .a = dy,
+                    .lda = ldy,
+                    .b = x,
+                    .ldb = in,
+                    .beta = add ? 1.0f : 0.0f,
+                    .c = target,
+                    .ldc = in};
     llama->exec->device->gemm(llama->exec, &gemm);
     return fs_sink_end(llama, sink, param);
 }

@@ -1,8 +1,8 @@
 // sanitizers: tsan
 // flavours: neon
-/* The model over shards, without Python and without a BLAS library: every instruction set, sharding and
- * checkpointing give one loss and one model; training descends; the n-th failing allocation is
- * reported and harms nothing. */
+/* The model over shards, without Python and without a BLAS library: every instruction set,
+ * sharding and checkpointing give one loss and one model; training descends; the n-th failing
+ * allocation is reported and harms nothing. */
 #include "check.h"
 
 #include <math.h>
@@ -132,7 +132,8 @@ train(fs_world *world, run_way *how)
         fs_loss mine, sum, again;
         fs_verdict verdict;
         CHECK_OK(fs_llama_forward(llama, tokens, targets, BATCH, LENGTH, false, NULL, &again));
-        CHECK_OK(fs_llama_forward_backward(llama, tokens, targets, BATCH, LENGTH, -1, false, &mine));
+        CHECK_OK(
+            fs_llama_forward_backward(llama, tokens, targets, BATCH, LENGTH, -1, false, &mine));
         CHECK(mine.sum == again.sum && mine.tokens == again.tokens, "%.17g, %.17g", mine.sum,
               again.sum);
         CHECK_OK(fs_llama_loss_sum(llama, &mine, &sum));
