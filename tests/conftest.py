@@ -1,9 +1,10 @@
 """What all tests share: what is printed at the top, which tests need torch, and that nothing stays.
 
-Seeds: tests draw from `rng`, whose seed is printed; FLATSHARD_TEST_SEED repeats a run.
+Seeds: tests draw from `rng`, whose seed is printed; TEST_SEED repeats a run.
 """
 
 import functools
+import hashlib
 import importlib.util
 import os
 import pathlib
@@ -25,8 +26,8 @@ LASTING = ("resource_tracker", "forkserver")
 
 @functools.cache
 def seed() -> int:
-    """The seed of this run: FLATSHARD_TEST_SEED, or a fixed one."""
-    return int(os.environ.get("FLATSHARD_TEST_SEED", "20240229"))
+    """The seed of this run: TEST_SEED, or a fixed one."""
+    return int(os.environ.get("TEST_SEED", "20240229"))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -66,10 +67,33 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"left out, for want of torch or transformers: {names}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tenth",
+        metavar="SEED",
+        help="of the tests marked full, only those of a tenth that SEED draws",
+    )
+
+
+def drawn(nodeid: str, draw: str) -> bool:
+    """Is a test in the tenth that a seed draws?"""
+    digest = hashlib.sha256(f"{draw} {nodeid}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 10 == 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if needs_torch(item.path):
             item.add_marker("torch")
+    draw = config.getoption("--tenth")
+    if draw is not None:
+        left_out = [
+            item
+            for item in items
+            if item.get_closest_marker("full") and not drawn(item.nodeid, draw)
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture

@@ -5,11 +5,18 @@
 static const fs_env_entry table[] = {
     {"FLATSHARD_CPU", "instruction set of the kernels: baseline, avx2, avx512 or neon"},
     {"FLATSHARD_THREADS", "compute threads of each rank"},
-    {"FLATSHARD_LOG", "level of the logger 'flatshard' (debug, info, warning, error); 'all:LEVEL' for every rank"},
+    {"FLATSHARD_LOG",
+     "level of the logger 'flatshard' (debug, info, warning, error); 'all:LEVEL' for every rank"},
     {"FLATSHARD_TIMEOUT", "seconds until a wait for other ranks raises"},
     {"FLATSHARD_REPORT_AFTER", "seconds until a wait for other ranks is reported in the log"},
     {"FLATSHARD_BLAS", "path of the CBLAS library to load instead of scipy-openblas32"},
     {"FLATSHARD_JOB", "set by 'flatshard launch': how the ranks of a job find each other"},
+    /* Read by setup.py; here so that a shell that keeps them set is not warned about them. */
+    {"FLATSHARD_WERROR", "when building: 1 makes warnings errors"},
+    {"FLATSHARD_DEBUG", "when building: 1 makes a build for a debugger"},
+    {"FLATSHARD_SANITIZE", "when building: sanitizers of the compiler, such as address,undefined"},
+    {"FLATSHARD_THREADS_ONLY", "when building: 1 leaves out worlds of processes"},
+    {"FLATSHARD_MANYLINUX", "when building: 1 links for older systems, for a wheel"},
     {NULL, NULL},
 };
 
