@@ -1,5 +1,5 @@
-/* Collectives on arrays. Every method takes its arguments by position: the facade (world.py) has names
- * and defaults. Blocks are rows, that is, pieces of the first dimension. */
+/* Collectives on arrays. Every method takes its arguments by position: the facade (world.py) has
+ * names and defaults. Blocks are rows, that is, pieces of the first dimension. */
 #include "py_world.h"
 
 #include <string.h>
@@ -65,14 +65,15 @@ take_counts(PyObject *object, const fs_world *world, size_t equal, size_t *count
         }
         return 0;
     }
-    PyObject *items = PySequence_Fast(object, "counts: expected a sequence of ints, one for each rank");
+    PyObject *items =
+        PySequence_Fast(object, "counts: expected a sequence of ints, one for each rank");
     if (items == NULL) {
         return -1;
     }
     int rc = 0;
     if (PySequence_Fast_GET_SIZE(items) != size) {
-        rc = fail(FS_FAIL(FS_EINVAL, "counts: expected %d entries, one for each rank, got %zd", size,
-                          PySequence_Fast_GET_SIZE(items)));
+        rc = fail(FS_FAIL(FS_EINVAL, "counts: expected %d entries, one for each rank, got %zd",
+                          size, PySequence_Fast_GET_SIZE(items)));
     }
     for (int r = 0; rc == 0 && r < size; r++) {
         PyObject *item = PyNumber_Index(PySequence_Fast_GET_ITEM(items, r));
@@ -80,8 +81,10 @@ take_counts(PyObject *object, const fs_world *world, size_t equal, size_t *count
         Py_XDECREF(item);
         if (value < 0) {
             rc = PyErr_Occurred() ? -1
-                                  : fail(FS_FAIL(FS_EINVAL, "counts: entry %d is %zd; a count is 0 or "
-                                                 "more", r, value));
+                                  : fail(FS_FAIL(FS_EINVAL,
+                                                 "counts: entry %d is %zd; a count is 0 or "
+                                                 "more",
+                                                 r, value));
         } else {
             counts[r] = (size_t)value;
         }
@@ -108,8 +111,10 @@ take_out(PyObject *object, fs_dtype dtype, size_t dims_n, const size_t *dims, fs
     }
     if (!same) {
         fs_buffer_drop(out);
-        return fail(FS_FAIL(FS_EINVAL, "out: has another shape than the result (first dimension %zu of "
-                            "%zu dimensions)", dims_n > 0 ? dims[0] : 1, dims_n));
+        return fail(FS_FAIL(FS_EINVAL,
+                            "out: has another shape than the result (first dimension %zu of "
+                            "%zu dimensions)",
+                            dims_n > 0 ? dims[0] : 1, dims_n));
     }
     return 0;
 }
@@ -227,8 +232,9 @@ reduce_scatter(PyObject *self, PyObject *const *args, Py_ssize_t n)
     rows_of(&x, &rows, &row_n);
     fs_status st = FS_OK;
     if (x.dims_n == 0) {
-        st = FS_FAIL(FS_EINVAL, "x: a scalar cannot be scattered; pass an array with a row for each "
-                     "rank");
+        st =
+            FS_FAIL(FS_EINVAL, "x: a scalar cannot be scattered; pass an array with a row for each "
+                               "rank");
     } else if (args[2] == Py_None && rows % (size_t)size != 0) {
         st = FS_FAIL(FS_EINVAL, "x: %zu rows do not divide by %d ranks; pass counts=", rows, size);
     }
@@ -304,7 +310,8 @@ all_to_all(PyObject *self, PyObject *const *args, Py_ssize_t n)
     rows_of(&x, &rows, &row_n);
     if (x.dims_n == 0 || rows % size != 0) {
         fs_buffer_drop(&x);
-        return fs_raise(FS_FAIL(FS_EINVAL, "x: %zu rows do not divide by %zu ranks", rows, size), world);
+        return fs_raise(FS_FAIL(FS_EINVAL, "x: %zu rows do not divide by %zu ranks", rows, size),
+                        world);
     }
     if (take_out(args[1], x.dtype, x.dims_n, x.dims, &out) < 0) {
         fs_buffer_drop(&x);
@@ -348,11 +355,13 @@ take_shape(PyObject *object, size_t *dims, size_t *out_dims_n, size_t *out_n)
     }
     Py_ssize_t dims_n = PyTuple_GET_SIZE(items);
     size_t n = 1;
-    int rc = dims_n <= 32 ? 0 : fail(FS_FAIL(FS_EINVAL, "shape: %zd dimensions, at most 32", dims_n));
+    int rc =
+        dims_n <= 32 ? 0 : fail(FS_FAIL(FS_EINVAL, "shape: %zd dimensions, at most 32", dims_n));
     for (Py_ssize_t d = 0; rc == 0 && d < dims_n; d++) {
         Py_ssize_t value = PyLong_AsSsize_t(PyTuple_GET_ITEM(items, d));
         if (value < 0) {
-            rc = PyErr_Occurred() ? -1 : fail(FS_FAIL(FS_EINVAL, "shape: dimension %zd is negative", d));
+            rc = PyErr_Occurred() ? -1
+                                  : fail(FS_FAIL(FS_EINVAL, "shape: dimension %zd is negative", d));
         } else {
             dims[d] = (size_t)value;
             fs_status st = fs_mul_size(n, dims[d], &n);
@@ -421,7 +430,8 @@ const PyMethodDef fs_py_collect_methods[] = {
     {"broadcast", FAST(broadcast), METH_FASTCALL,
      "broadcast($self, x, root, out, /)\n--\n\nThe root's x, on every rank."},
     {"all_to_all", FAST(all_to_all), METH_FASTCALL,
-     "all_to_all($self, x, out, /)\n--\n\nBlock r of x goes to rank r; block r of the result came from it."},
+     "all_to_all($self, x, out, /)\n--\n\nBlock r of x goes to rank r; block r of the result came "
+     "from it."},
     {"symmetric", FAST(symmetric), METH_FASTCALL,
      "symmetric($self, shape, dtype, name, /)\n--\n\nA zeroed array in world memory; collective."},
     {NULL, NULL, 0, NULL},

@@ -61,7 +61,8 @@ fs_call_begin(fs_world *world)
         return FS_OK;
     }
     if (!fs_world_enter(world)) {
-        return FS_FAIL(FS_ESTATE, "this world is in a call already: one thread of a rank uses it at a "
+        return FS_FAIL(FS_ESTATE,
+                       "this world is in a call already: one thread of a rank uses it at a "
                        "time, and a signal handler not at all");
     }
     note_caller(world);
@@ -173,11 +174,12 @@ job_create(PyObject *Py_UNUSED(module), PyObject *arg)
 static PyObject *
 job_join(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"rank", "size", "name", "folder", "data_fd", "lock_fd", "timeout", NULL};
+    static char *names[] = {"rank",    "size",    "name",    "folder",
+                            "data_fd", "lock_fd", "timeout", NULL};
     fs_join join = {.interrupted = check_signals};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iisziid:job_join", names, &join.rank, &join.size,
-                                     &join.name, &join.folder, &join.data_fd, &join.lock_fd,
-                                     &join.timeout_s)) {
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iisziid:job_join", names, &join.rank,
+                                     &join.size, &join.name, &join.folder, &join.data_fd,
+                                     &join.lock_fd, &join.timeout_s)) {
         return NULL;
     }
     fs_job *job = NULL;
@@ -291,7 +293,8 @@ choose_threads(long asked, int ranks, size_t *out)
         char *end;
         long value = strtol(text, &end, 10);
         if (*end != '\0' || value < 1 || value > 4096) {
-            (void)FS_FAIL(FS_EINVAL, "FLATSHARD_THREADS=%s is not a number of threads, 1 to 4096", text);
+            (void)FS_FAIL(FS_EINVAL, "FLATSHARD_THREADS=%s is not a number of threads, 1 to 4096",
+                          text);
             (void)fs_raise(FS_EINVAL, NULL);
             return -1;
         }
@@ -539,7 +542,8 @@ static PyObject *
 world_threads_used(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
     fs_world *world = fs_py_world_get(object);
-    return world != NULL ? PyLong_FromSize_t(fs_pool_threads_used(fs_world_exec(world)->pool)) : NULL;
+    return world != NULL ? PyLong_FromSize_t(fs_pool_threads_used(fs_world_exec(world)->pool))
+                         : NULL;
 }
 
 static PyObject *
@@ -630,8 +634,10 @@ static PyMethodDef job_methods[] = {
      "This rank's world of the whole job; collective. threads 0: this rank's share of ranks."},
     {"leave", job_leave, METH_VARARGS,
      "leave($self, rank, reason, /)\n--\n\nMarks a rank as gone; reason None: a clean end."},
-    {"interrupt", job_interrupt, METH_NOARGS, "interrupt($self, /)\n--\n\nEnds every wait of the job."},
-    {"report", job_report, METH_NOARGS, "report($self, /)\n--\n\nWho has come, who has not, and why."},
+    {"interrupt", job_interrupt, METH_NOARGS,
+     "interrupt($self, /)\n--\n\nEnds every wait of the job."},
+    {"report", job_report, METH_NOARGS,
+     "report($self, /)\n--\n\nWho has come, who has not, and why."},
     {"cause", job_cause, METH_NOARGS,
      "cause($self, /)\n--\n\n(kind, rank) of what ended the job, or None."},
     {"close", job_close, METH_NOARGS, "close($self, /)\n--\n\nDrops this reference."},
@@ -662,11 +668,14 @@ static const PyMethodDef life_methods[] = {
     {"leave", world_leave, METH_O,
      "leave($self, reason, /)\n--\n\nThis rank ends the job for a reason; its peers learn it."},
     {"split", world_split, METH_VARARGS,
-     "split($self, color, key, /)\n--\n\nThe world of the ranks with this color; None for color < 0."},
-    {"usable", world_usable, METH_NOARGS, "usable($self, /)\n--\n\nRaises if the world is poisoned."},
+     "split($self, color, key, /)\n--\n\nThe world of the ranks with this color; None for color < "
+     "0."},
+    {"usable", world_usable, METH_NOARGS,
+     "usable($self, /)\n--\n\nRaises if the world is poisoned."},
     {"set_deadlines", world_set_deadlines, METH_VARARGS,
      "set_deadlines($self, timeout, report_after, /)\n--\n\nSeconds, from the next wait on."},
-    {"deadlines", world_deadlines, METH_NOARGS, "deadlines($self, /)\n--\n\n(timeout, report_after)."},
+    {"deadlines", world_deadlines, METH_NOARGS,
+     "deadlines($self, /)\n--\n\n(timeout, report_after)."},
     {"note", world_note, METH_VARARGS,
      "note($self, unit, step, /)\n--\n\nWhat reports say this rank is doing."},
     {"memory", world_memory, METH_NOARGS,
@@ -684,7 +693,8 @@ static PyGetSetDef world_getset[] = {
     {"threads", world_get_threads, NULL, "compute threads of this rank", NULL},
     {"is_threads", world_get_is_threads, NULL, "are ranks threads of one process?", NULL},
     {"device", world_get_device, NULL, "name of the device table", NULL},
-    {"on_event", world_get_on_event, world_set_on_event, "called with the text of each event", NULL},
+    {"on_event", world_get_on_event, world_set_on_event, "called with the text of each event",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -714,12 +724,14 @@ static PyMethodDef functions[] = {
      "job_join($module, /, rank, size, name, folder, data_fd, lock_fd, timeout)\n--\n\n"
      "Joins a job of processes of this host."},
     {"wait_fault_at", wait_fault_at, METH_VARARGS,
-     "wait_fault_at($module, nth, what, /)\n--\n\nTest hook: the nth wait kills (1), stops (2) or fails "
+     "wait_fault_at($module, nth, what, /)\n--\n\nTest hook: the nth wait kills (1), stops (2) or "
+     "fails "
      "(3). Returns waits since the last call."},
     {"wait_set_delay", wait_set_delay, METH_VARARGS,
      "wait_set_delay($module, seed, max_us, /)\n--\n\nTest hook: waits sleep a random time first."},
     {"alloc_fail_at", alloc_fail_at, METH_O,
-     "alloc_fail_at($module, nth, /)\n--\n\nTest hook: the nth allocation fails. Returns allocations "
+     "alloc_fail_at($module, nth, /)\n--\n\nTest hook: the nth allocation fails. Returns "
+     "allocations "
      "since the last call."},
     {NULL, NULL, 0, NULL},
 };

@@ -27,9 +27,9 @@ raise_ours(const char *name, const char *text)
     }
 }
 
-/* What ended the job, as the exception that names it. A launcher may kill survivors within a tenth of
- * a second of a death, so a process says it on stderr first; ranks that are threads share the caller's,
- * and raise only. */
+/* What ended the job, as the exception that names it. A launcher may kill survivors within a
+ * tenth of a second of a death, so a process says it on stderr first; ranks that are threads
+ * share the caller's, and raise only. */
 static void
 raise_cause(const fs_job *job, int rank, int threads)
 {

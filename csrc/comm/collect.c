@@ -1,15 +1,15 @@
 /* The bulk collectives: show bytes, meet, visit what every rank shows.
  *
- * Private memory passes through windows: every rank has a block of world memory in two halves. A rank
- * fills one half, meets, and reads the same half of everyone. It may fill the other half at once,
- * while slow ranks still read the first: nobody fills a half again before the fence that follows its
- * reading. So a piece costs one fence, and the pieces stay in the cache.
+ * Private memory passes through windows: every rank has a block of world memory in two halves. A
+ * rank fills one half, meets, and reads the same half of everyone. It may fill the other half at
+ * once, while slow ranks still read the first: nobody fills a half again before the fence that
+ * follows its reading. So a piece costs one fence, and the pieces stay in the cache.
  *
  *     fill A   meet   visit A, fill B   meet   visit B, fill A   meet ...
  *
- * Operands that lie in world memory on every rank are visited where they are, all at once; then a
- * closing fence says that nobody reads them any more. Which of the two it is, ranks tell each other in
- * the first fence. */
+ * Operands that lie in world memory on every rank are visited where they are, all at once; then
+ * a closing fence says that nobody reads them any more. Which of the two it is, ranks tell each
+ * other in the first fence. */
 #define _GNU_SOURCE
 #include "shared.h"
 
@@ -86,7 +86,8 @@ static void
 turn_windows(fs_world *world)
 {
     for (int r = 0; r < world->size; r++) {
-        world->pieces[r] = fs_region_block(world->windows, r) + (world->shown & 1) * world->half_nbytes;
+        world->pieces[r] =
+            fs_region_block(world->windows, r) + (world->shown & 1) * world->half_nbytes;
     }
     world->shown++;
 }
@@ -126,7 +127,8 @@ typedef struct bulk {
     bool private_only; /* shown through windows wherever it lies */
     /* Puts elements [begin, begin + chunk) of each of this rank's blocks in its window. */
     void (*fill)(const struct bulk *b, size_t begin, unsigned char *window);
-    /* Takes elements [begin, begin + chunk) from pieces. In place: all of them, from the operands. */
+    /* Takes elements [begin, begin + chunk) from pieces. In place: all of them, from the
+     * operands. */
     void (*visit)(const struct bulk *b, size_t begin, bool in_place);
 } bulk;
 
@@ -140,8 +142,8 @@ part_n(const bulk *b, size_t n, size_t begin)
     return begin < n ? fs_min_size(n - begin, b->chunk) : 0;
 }
 
-/* Operands as every rank sees them. A rank that has closed a region which a peer still uses ends the
- * job: the peer would wait for it for ever. */
+/* Operands as every rank sees them. A rank that has closed a region which a peer still uses ends
+ * the job: the peer would wait for it for ever. */
 static fs_status
 find_operands(const bulk *b)
 {
@@ -152,9 +154,9 @@ find_operands(const bulk *b)
         if (address == SHOWN_NOTHING) {
             continue;
         }
-        world->pieces[r] = r == world->rank
-                               ? b->operand
-                               : fs_region_find(world->job, address, (size_t)world->payloads[r].u[1]);
+        world->pieces[r] =
+            r == world->rank ? b->operand
+                             : fs_region_find(world->job, address, (size_t)world->payloads[r].u[1]);
         if (world->pieces[r] == NULL) {
             fs_world_abort(world, FS_CAUSE_ERROR, world->ranks[world->rank], 0);
             return FS_FAIL(FS_ESTATE, "rank %d passed world memory that rank %d has closed",
@@ -164,8 +166,8 @@ find_operands(const bulk *b)
     return FS_OK;
 }
 
-/* The first fence of a bulk collective; windows are filled if the operand is private. *out_in_place:
- * pieces are the operands; *out_shown: pieces are windows that hold round 0. */
+/* The first fence of a bulk collective; windows are filled if the operand is private.
+ * *out_in_place: pieces are the operands; *out_shown: pieces are windows that hold round 0. */
 static fs_status
 show_first(const bulk *b, bool *out_in_place, bool *out_shown)
 {
@@ -451,7 +453,8 @@ fs_broadcast(fs_world *world, fs_dtype dtype, int root, void *inout, size_t n)
 {
     FS_TRY(fs_world_usable(world));
     if (root < 0 || root >= world->size) {
-        return FS_FAIL(FS_EINVAL, "root: rank %d does not exist in a world of %d", root, world->size);
+        return FS_FAIL(FS_EINVAL, "root: rank %d does not exist in a world of %d", root,
+                       world->size);
     }
     bulk b = {.world = world, .dtype = dtype, .each = fs_dtype_nbytes(dtype), .in = inout,
               .out = inout, .root = root, .fill = broadcast_fill, .visit = broadcast_visit};
@@ -522,8 +525,8 @@ all_reduce_round(const bulk *b, size_t n, size_t begin)
     return FS_OK;
 }
 
-/* Operands in world memory, each its own output: this rank reduces its block of all of them into its
- * own operand, then takes the other blocks from the ranks that reduced those. */
+/* Operands in world memory, each its own output: this rank reduces its block of all of them into
+ * its own operand, then takes the other blocks from the ranks that reduced those. */
 static fs_status
 all_reduce_in_place(const bulk *b, size_t n)
 {

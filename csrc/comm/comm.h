@@ -1,9 +1,9 @@
 /* A job, its worlds, and the only ways to wait: fs_wait, fs_meet, fs_show.
  *
- * A job is the ranks' shared fate: one abort cause, what each rank is doing now, liveness. A world is
- * some of its ranks with a gate. A region is a stretch of the job's data file: every rank's block at
- * base + rank * stride, touched by the rank that pays for it. Ranks are processes or threads; only
- * fs_job_threads and fs_job_join know which. */
+ * A job is the ranks' shared fate: one abort cause, what each rank is doing now, liveness. A
+ * world is some of its ranks with a gate. A region is a stretch of the job's data file: every
+ * rank's block at base + rank * stride, touched by the rank that pays for it. Ranks are
+ * processes or threads; only fs_job_threads and fs_job_join know which. */
 #ifndef FS_COMM_COMM_H
 #define FS_COMM_COMM_H
 
@@ -44,8 +44,8 @@ typedef struct fs_cause {
 fs_cause fs_job_cause(const fs_job *job);
 bool fs_job_is_threads(const fs_job *job);
 
-/* Formats who arrived, who did not, each rank's operation, unit, step and Python line, and the cause.
- * Text stored by fs_job_leave appears here. Always ends the text with NUL. */
+/* Formats who arrived, who did not, each rank's operation, unit, step and Python line, and the
+ * cause. Text stored by fs_job_leave appears here. Always ends the text with NUL. */
 void fs_job_report(const fs_job *job, char *buffer, size_t nbytes);
 
 // ---- job and world ------------------------------------------------------------------------------
@@ -75,18 +75,19 @@ typedef struct fs_join {
     void *interrupted_ctx;
 } fs_join;
 
-/* Makes the shared state of a job of size processes, for a launcher: ranks inherit the descriptors. The
- * launcher may ask for cause and report, and closes the job at the end. */
+/* Makes the shared state of a job of size processes, for a launcher: ranks inherit the
+ * descriptors. The launcher may ask for cause and report, and closes the job at the end. */
 FS_NODISCARD fs_status
 fs_job_create(int size, fs_job **out, int *out_data_fd, int *out_lock_fd);
 
-/* Joins a job of processes of this host. Every rank of the job must call it. FS_ABORTED when not all
- * came in time, or when interrupted; FS_EUNSUPPORTED where only worlds of threads exist. */
+/* Joins a job of processes of this host. Every rank of the job must call it. FS_ABORTED when not
+ * all came in time, or when interrupted; FS_EUNSUPPORTED where only worlds of threads exist. */
 FS_NODISCARD fs_status
 fs_job_join(const fs_join *join, fs_job **out);
 
 /* Marks the calling rank as gone, with a reason (an exception's text, or NULL for a clean end):
- * peers that wait for it raise at once. Called by close, by atexit, and by a rank thread's finally. */
+ * peers that wait for it raise at once. Called by close, by atexit, and by a rank thread's
+ * finally. */
 void fs_job_leave(fs_job *job, int rank, const char *reason);
 
 /* Asked by every wait of worlds opened on the job from now on, as by fs_world_set_interrupted. */
@@ -105,15 +106,16 @@ FS_NODISCARD fs_status
 fs_world_open(fs_job *job, int rank, const fs_exec *exec, const fs_deadlines *deadlines,
               fs_world **out);
 
-/* A world of the ranks that passed the same color, ordered by key, then rank. A negative color joins
- * none: *out is NULL. Collective. Uses exec and deadlines of world, and its interrupted. */
+/* A world of the ranks that passed the same color, ordered by key, then rank. A negative color
+ * joins none: *out is NULL. Collective. Uses exec and deadlines of world, and its interrupted. */
 FS_NODISCARD fs_status
 fs_world_split(fs_world *world, int64_t color, int64_t key, fs_world **out);
 
 /* Leaves (if nobody did) and drops the opener's reference. Never waits. NULL is fine. */
 void fs_world_close(fs_world *world);
 
-/* Keeps a closed world's struct (not its membership) for what was opened in it and is closed later. */
+/* Keeps a closed world's struct (not its membership) for what was opened in it and is closed
+ * later. */
 void fs_world_retain(fs_world *world);
 void fs_world_release(fs_world *world);
 
@@ -196,8 +198,8 @@ typedef union fs_payload {
     double d[8];
 } fs_payload;
 
-/* The only fence: barrier, comparison of what, and all-gather of 64 bytes. mine may be NULL (zeros);
- * all (size entries) may be NULL. On FS_ABORTED nothing was agreed, on any rank. */
+/* The only fence: barrier, comparison of what, and all-gather of 64 bytes. mine may be NULL
+ * (zeros); all (size entries) may be NULL. On FS_ABORTED nothing was agreed, on any rank. */
 FS_NODISCARD fs_status
 fs_meet(fs_world *world, const fs_what *what, const fs_payload *mine, fs_payload *all,
         unsigned flags);
@@ -235,7 +237,8 @@ fs_reduce_scatter(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *
                   const size_t *counts, void *out);
 /* inout may be the same memory. */
 FS_NODISCARD fs_status
-fs_all_reduce(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *in, void *out, size_t n);
+fs_all_reduce(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *in, void *out,
+              size_t n);
 FS_NODISCARD fs_status
 fs_broadcast(fs_world *world, fs_dtype dtype, int root, void *inout, size_t n);
 /* Block r of in (n elements) goes to rank r; block r of out came from rank r. */
@@ -244,10 +247,12 @@ fs_all_to_all(fs_world *world, fs_dtype dtype, const void *in, size_t n, void *o
 FS_NODISCARD fs_status
 fs_barrier(fs_world *world);
 
-/* Test hook: every fs_wait of this process first sleeps a seeded random time up to max_us; 0 = off. */
+/* Test hook: every fs_wait of this process first sleeps a seeded random time up to max_us; 0 =
+ * off. */
 void fs_wait_set_delay(uint32_t seed, uint32_t max_us);
 /* Test hook: the nth fs_wait of this process from now on does what (1 = SIGKILL to itself, 2 =
- * SIGSTOP, 3 = fails as if interrupted); 0 = off. Returns the number of waits since the last call. */
+ * SIGSTOP, 3 = fails as if interrupted); 0 = off. Returns the number of waits since the last
+ * call. */
 size_t fs_wait_fault_at(size_t nth, int what);
 
 #endif

@@ -1,11 +1,12 @@
 /* How processes of one host become a job.
  *
- * Rank 0 (or a launcher) makes two sealed memory files: one holds the shared state, the other carries
- * one lock per rank. The others get the descriptors by inheritance, or over a Unix socket that is tried
- * on two addresses: an abstract name, and, when somebody has not come after a second, a socket in a
- * private folder (which crosses network namespaces). Whoever gets the descriptors is on this host; equal
- * host names prove nothing. Both ends check that the other belongs to the same user. Nothing here
- * leaves a file behind, even when it is killed, except a socket in the folder in its first seconds. */
+ * Rank 0 (or a launcher) makes two sealed memory files: one holds the shared state, the other
+ * carries one lock per rank. The others get the descriptors by inheritance, or over a Unix
+ * socket that is tried on two addresses: an abstract name, and, when somebody has not come after
+ * a second, a socket in a private folder (which crosses network namespaces). Whoever gets the
+ * descriptors is on this host; equal host names prove nothing. Both ends check that the other
+ * belongs to the same user. Nothing here leaves a file behind, even when it is killed, except a
+ * socket in the folder in its first seconds. */
 #define _GNU_SOURCE
 #include "shared.h"
 
@@ -86,10 +87,11 @@ make_files(fs_job *job)
     job->data_fd = memory_file("flatshard-data");
     job->lock_fd = memory_file("flatshard-locks");
     if (job->data_fd < 0 || job->lock_fd < 0) {
-        return errno == ENOSYS
-                   ? FS_FAIL(FS_EUNSUPPORTED, "this kernel has no memory files (memfd_create), which "
-                             "worlds of processes need: Linux 3.17 or later; local_world works anywhere")
-                   : FS_FAIL_ERRNO("could not make a memory file");
+        return errno == ENOSYS ? FS_FAIL(FS_EUNSUPPORTED,
+                                         "this kernel has no memory files (memfd_create), which "
+                                         "worlds of processes need: Linux 3.17 or later; "
+                                         "local_world works anywhere")
+                               : FS_FAIL_ERRNO("could not make a memory file");
     }
     size_t nbytes = fs_job_page_nbytes(job->size);
     void *page;
@@ -126,12 +128,14 @@ attach(fs_job *job, int rank, uint64_t nonce)
         return FS_FAIL(FS_ESTATE, "descriptor %d is not the data file of a job", job->data_fd);
     }
     if (head.layout != FS_JOB_LAYOUT) {
-        return FS_FAIL(FS_ESTATE, "the ranks run different versions of flatshard: job layout %u, here %u",
+        return FS_FAIL(FS_ESTATE,
+                       "the ranks run different versions of flatshard: job layout %u, here %u",
                        head.layout, FS_JOB_LAYOUT);
     }
     if (head.size != (uint32_t)job->size || (nonce != 0 && head.nonce != nonce) ||
         head.nbytes != fs_job_page_nbytes(job->size)) {
-        return FS_FAIL(FS_ESTATE, "the job found has %u ranks, this rank was told %d: it is another job",
+        return FS_FAIL(FS_ESTATE,
+                       "the job found has %u ranks, this rank was told %d: it is another job",
                        head.size, job->size);
     }
     FS_TRY(take_lock(job, rank));
@@ -143,8 +147,8 @@ attach(fs_job *job, int rank, uint64_t nonce)
     job->self = rank;
     int64_t nobody = 0;
     if (!atomic_compare_exchange_strong(&job->page->slot[rank].pid, &nobody, (int64_t)getpid())) {
-        return FS_FAIL(FS_ESTATE, "rank %d has been in this job before; a new world needs a new job",
-                       rank);
+        return FS_FAIL(FS_ESTATE,
+                       "rank %d has been in this job before; a new world needs a new job", rank);
     }
     return FS_OK;
 }
@@ -386,8 +390,10 @@ say_missing(const bool *came, int size, const fs_join *join)
             at += (size_t)snprintf(missing + at, sizeof missing - at, "%s%d", at ? ", " : "", r);
         }
     }
-    return FS_FAIL(FS_ABORTED, "rank(s) %s of %d did not come within %.1f s (job %s). Are they on this "
-                   "host, started, and of the same user?", missing, size, join->timeout_s, join->name);
+    return FS_FAIL(FS_ABORTED,
+                   "rank(s) %s of %d did not come within %.1f s (job %s). Are they on this "
+                   "host, started, and of the same user?",
+                   missing, size, join->timeout_s, join->name);
 }
 
 #define FOLDER_AFTER_NS 1000000000 /* the second address, when somebody has not come by then */
@@ -415,12 +421,15 @@ serve(const fs_job *job, const fs_join *join, bool *came)
         if (!tried_folder && (listeners[0] < 0 || now - start > FOLDER_AFTER_NS)) {
             tried_folder = true;
             if (second.nbytes != 0 && private_folder(join->folder)) {
-                (void)unlink(second.name.sun_path); /* of a job that was killed; ours has this name */
+                (void)unlink(
+                    second.name.sun_path); /* of a job that was killed; ours has this name */
                 listeners[1] = listen_at(&second);
             }
             if (listeners[0] < 0 && listeners[1] < 0) {
-                st = FS_FAIL_ERRNO("could not listen for the other ranks, neither at an abstract socket "
-                                   "nor in %s", join->folder != NULL ? join->folder : "a folder");
+                st = FS_FAIL_ERRNO(
+                    "could not listen for the other ranks, neither at an abstract socket "
+                    "nor in %s",
+                    join->folder != NULL ? join->folder : "a folder");
                 break;
             }
         }
@@ -462,7 +471,8 @@ connect_to(const address *where)
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd >= 0) {
         limit_silence(fd);
-        if (connect(fd, (const struct sockaddr *)&where->name, where->nbytes) == 0 && same_user(fd)) {
+        if (connect(fd, (const struct sockaddr *)&where->name, where->nbytes) == 0 &&
+            same_user(fd)) {
             return fd;
         }
         (void)close(fd);
@@ -493,7 +503,8 @@ ask_once(fs_job *job, const fs_join *join, const address *where, const uint64_t 
             st = FS_FAIL(FS_EINVAL, "rank %d of %d: rank 0 was told that the world has %d ranks",
                          join->rank, join->size, back.size);
         } else if (back.verdict == VERDICT_OTHER) {
-            st = FS_FAIL(FS_ESTATE, "rank %d runs another version of flatshard than rank 0", join->rank);
+            st = FS_FAIL(FS_ESTATE, "rank %d runs another version of flatshard than rank 0",
+                         join->rank);
         }
         /* TAKEN: rank 0 still serves the job that this process has left: ask again. */
     }
@@ -516,9 +527,10 @@ ask(fs_job *job, const fs_join *join, uint64_t *out_nonce)
             return FS_OK;
         }
         if ((double)(fs_now_ns() - start) * 1e-9 > join->timeout_s) {
-            return FS_FAIL(FS_ABORTED, "rank %d of %d could not reach rank 0 within %.1f s (job %s). Is it "
-                           "on this host, started, and of the same user?", join->rank, join->size,
-                           join->timeout_s, join->name);
+            return FS_FAIL(FS_ABORTED,
+                           "rank %d of %d could not reach rank 0 within %.1f s (job %s). Is it "
+                           "on this host, started, and of the same user?",
+                           join->rank, join->size, join->timeout_s, join->name);
         }
         if (stop_waiting(join)) {
             return FS_FAIL(FS_ABORTED, "interrupted while waiting for rank 0");
@@ -573,7 +585,8 @@ fs_job_join(const fs_join *join, fs_job **out)
 {
     fs_job *job;
     if (join->size < 1 || join->rank < 0 || join->rank >= join->size) {
-        return FS_FAIL(FS_EINVAL, "rank %d does not exist in a world of %d", join->rank, join->size);
+        return FS_FAIL(FS_EINVAL, "rank %d does not exist in a world of %d", join->rank,
+                       join->size);
     }
     FS_TRY(fs_job_new(join->size, &job));
     uint64_t nonce;

@@ -1,5 +1,5 @@
-/* The only fence. Each rank writes its record, then counts itself in; whoever sees that all are in may
- * move the gate from k to k + 1, and whoever gives up may move it from k to aborted. One
+/* The only fence. Each rank writes its record, then counts itself in; whoever sees that all are
+ * in may move the gate from k to k + 1, and whoever gives up may move it from k to aborted. One
  * compare-and-swap decides, for everyone: there are never two verdicts on one fence. */
 #define _GNU_SOURCE
 #include "shared.h"
@@ -38,8 +38,8 @@ what_differs(const fs_what *a, const fs_what *b)
            a->nbytes != b->nbytes || a->tag != b->tag;
 }
 
-/* The rank of the world whose record is in the minority (the later one where all are even), or -1 if
- * all are alike. Equal on all ranks: they read the same records. */
+/* The rank of the world whose record is in the minority (the later one where all are even), or
+ * -1 if all are alike. Equal on all ranks: they read the same records. */
 static int
 find_odd(const fs_world *world, uint64_t k)
 {
@@ -56,7 +56,8 @@ find_odd(const fs_world *world, uint64_t k)
 }
 
 fs_status
-fs_meet(fs_world *world, const fs_what *what, const fs_payload *mine, fs_payload *all, unsigned flags)
+fs_meet(fs_world *world, const fs_what *what, const fs_payload *mine, fs_payload *all,
+        unsigned flags)
 {
     FS_TRY(fs_world_usable(world));
     fs_world_page *page = world->page;

@@ -83,11 +83,13 @@ fs_span_populate(fs_job *job, uint64_t at, void *mapped, size_t nbytes)
         } while (rc < 0 && errno == EINTR);
         if (rc < 0) {
             if (errno == ENOSPC || errno == ENOMEM) {
-                return FS_FAIL(FS_ENOMEM, "the system has no room for %zu bytes of world memory: %s",
-                               nbytes, strerror(errno));
+                return FS_FAIL(FS_ENOMEM,
+                               "the system has no room for %zu bytes of world memory: %s", nbytes,
+                               strerror(errno));
             }
             return FS_FAIL_ERRNO("could not take %zu bytes of world memory%s", nbytes,
-                                 errno == EFBIG ? " (RLIMIT_FSIZE; 'ulimit -f unlimited' lifts it)" : "");
+                                 errno == EFBIG ? " (RLIMIT_FSIZE; 'ulimit -f unlimited' lifts it)"
+                                                : "");
         }
     }
 #else
@@ -154,7 +156,8 @@ read_room(const fs_job *job, fs_payload *out)
 
 #define MIB(nbytes) ((double)(nbytes) / 1048576.0)
 
-/* Would stride bytes of every rank fit? A pure function of what all ranks said: all say the same. */
+/* Would stride bytes of every rank fit? A pure function of what all ranks said: all say the
+ * same. */
 static fs_status
 check_room(const fs_world *world, const char *name, size_t stride, uint64_t end,
            const fs_payload *all)
@@ -166,18 +169,23 @@ check_room(const fs_world *world, const char *name, size_t stride, uint64_t end,
             together += all[other].u[ROOM_GROUP_ID] == all[r].u[ROOM_GROUP_ID] ? stride : 0;
         }
         if (together > all[r].u[ROOM_GROUP]) {
-            return FS_FAIL(FS_EBUDGET, "world memory '%s' needs %.1f MiB (%d ranks x %.1f MiB), but "
-                           "the memory cgroup of rank %d has %.1f MiB left; raise its limit, or use "
-                           "fewer ranks or a smaller model", name, MIB(total), world->size,
-                           MIB(stride), world->ranks[r], MIB(all[r].u[ROOM_GROUP]));
+            return FS_FAIL(
+                FS_EBUDGET,
+                "world memory '%s' needs %.1f MiB (%d ranks x %.1f MiB), but "
+                "the memory cgroup of rank %d has %.1f MiB left; raise its limit, or use "
+                "fewer ranks or a smaller model",
+                name, MIB(total), world->size, MIB(stride), world->ranks[r],
+                MIB(all[r].u[ROOM_GROUP]));
         }
         if (total > all[r].u[ROOM_HOST]) {
-            return FS_FAIL(FS_EBUDGET, "world memory '%s' needs %.1f MiB (%d ranks x %.1f MiB), but "
-                           "this host has %.1f MiB available", name, MIB(total), world->size,
-                           MIB(stride), MIB(all[r].u[ROOM_HOST]));
+            return FS_FAIL(FS_EBUDGET,
+                           "world memory '%s' needs %.1f MiB (%d ranks x %.1f MiB), but "
+                           "this host has %.1f MiB available",
+                           name, MIB(total), world->size, MIB(stride), MIB(all[r].u[ROOM_HOST]));
         }
         if (end > all[r].u[ROOM_FILE]) {
-            return FS_FAIL(FS_EBUDGET, "world memory '%s' of %.1f MiB would pass the file size limit "
+            return FS_FAIL(FS_EBUDGET,
+                           "world memory '%s' of %.1f MiB would pass the file size limit "
                            "of rank %d, %.1f MiB (RLIMIT_FSIZE; 'ulimit -f unlimited' lifts it)",
                            name, MIB(total), world->ranks[r], MIB(all[r].u[ROOM_FILE]));
         }
@@ -306,8 +314,8 @@ fs_region_open(fs_world *world, const char *name, size_t stride_nbytes, fs_regio
     }
     if (st != FS_OK) {
         if (world->rank == 0 && at != 0 && !job->threads) {
-            /* Nobody took it: the offset may be handed out again, if nothing came after it. It may be
-             * another world's from then on. */
+            /* Nobody took it: the offset may be handed out again, if nothing came after it. It
+             * may be another world's from then on. */
             uint64_t end = at + nbytes;
             (void)atomic_compare_exchange_strong(&job->page->end, &end, at);
             at = 0;
@@ -340,8 +348,8 @@ fail:
     if (region != NULL && region->base != NULL) {
         fs_span_unmap(job, region->base, nbytes);
     }
-    /* In a thread job others may still touch the span if the job was aborted between the meets: then
-     * it is kept until the process ends. */
+    /* In a thread job others may still touch the span if the job was aborted between the meets:
+     * then it is kept until the process ends. */
     if (world->rank == 0 && at != 0 && (!job->threads || st != FS_ABORTED)) {
         fs_span_free(job, at, nbytes);
     }

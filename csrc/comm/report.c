@@ -65,8 +65,8 @@ add_cause(text *out, fs_job *job, fs_cause cause, double seconds)
         if (atomic_load(&job->page->slot[cause.rank].left) == FS_LEFT_FAILED) {
             add(out, "rank %d%s failed: %s", cause.rank, pid, job->page->slot[cause.rank].reason);
         } else {
-            add(out, "rank %d%s left: it closed its world or ended while others need it", cause.rank,
-                pid);
+            add(out, "rank %d%s left: it closed its world or ended while others need it",
+                cause.rank, pid);
         }
         break;
     case FS_CAUSE_TIMEOUT:
@@ -230,7 +230,8 @@ fs_report_format(fs_job *job, const fs_world *world, fs_cause cause, double seco
     buffer[0] = '\0';
     add_cause(&out, job, cause, seconds);
     uint64_t k = world != NULL ? world->fences : 0;
-    bool in_fence = world != NULL && atomic_load(&world->page->member[world->rank].rec[k & 1].fence) == k + 1;
+    bool in_fence =
+        world != NULL && atomic_load(&world->page->member[world->rank].rec[k & 1].fence) == k + 1;
     if (in_fence) {
         add(&out, ". Fence %llu of %s of %d ranks, seen from rank %d:", (unsigned long long)k,
             world->root ? "the world" : "a part", world->size, world->ranks[world->rank]);

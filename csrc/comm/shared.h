@@ -1,15 +1,17 @@
-/* What lies in memory that ranks share, and the structs of this process that point to it. Private to
- * comm/.
+/* What lies in memory that ranks share, and the structs of this process that point to it.
+ * Private to comm/.
  *
- * A job's data file (a sealed memfd; in a thread job the heap stands in for it) holds first the job's
- * page, then spans: the page of each split world, and regions. Shared structures hold offsets, never
- * pointers; in a thread job an offset IS the address. Offsets are never reused.
+ * A job's data file (a sealed memfd; in a thread job the heap stands in for it) holds first the
+ * job's page, then spans: the page of each split world, and regions. Shared structures hold
+ * offsets, never pointers; in a thread job an offset IS the address. An offset
+ * whose memory was taken is never given to another.
  *
  *     0                                             end
  *     | job page: cause, slots, root world | span | span | ...
  *
- * Everything here is written by one rank and read by others through C11 atomics; where plain memory
- * is read by others (records, reasons, reports), the comment names the atomic that publishes it. */
+ * Everything here is written by one rank and read by others through C11 atomics; where plain
+ * memory is read by others (records, reasons, reports), the comment names the atomic that
+ * publishes it. */
 #ifndef FS_COMM_SHARED_H
 #define FS_COMM_SHARED_H
 
@@ -29,8 +31,8 @@
 
 // ---- shared -------------------------------------------------------------------------------------
 
-/* Text of up to NBYTES - 1 bytes as atomic words: a reader may see a mix of two texts of a rank that
- * is moving (harmless in a report), never a data race, always an end. */
+/* Text of up to NBYTES - 1 bytes as atomic words: a reader may see a mix of two texts of a rank
+ * that is moving (harmless in a report), never a data race, always an end. */
 #define FS_NOTE_FILE_NBYTES 128
 #define FS_NOTE_UNIT_NBYTES 64
 
@@ -53,13 +55,14 @@ typedef struct fs_slot {
     _Alignas(FS_CACHE_LINE) _Atomic int64_t pid; /* 0: has not joined yet */
     _Atomic uint32_t left;                       /* fs_left; publishes reason */
     char reason[FS_REASON_NBYTES];
-    /* Written by this rank before it tries to set abort; read only if it won, so published by abort. */
+    /* Written by this rank before it tries to set abort; read only if it won, so published by
+     * abort. */
     char report[FS_REPORT_NBYTES];
     fs_note note;
 } fs_slot;
 
-/* One rank's part in a fence: kept for two fences, since nobody enters fence k + 2 before everyone has
- * left fence k. Published by arrived, then gate. */
+/* One rank's part in a fence: kept for two fences, since nobody enters fence k + 2 before
+ * everyone has left fence k. Published by arrived, then gate. */
 typedef struct fs_rec {
     _Atomic uint64_t fence; /* number of the fence + 1; 0: none. Also read by reports */
     fs_what what;
@@ -73,8 +76,8 @@ typedef struct fs_member {
 
 #define FS_GATE_ABORTED ((uint64_t)1 << 63)
 
-/* gate: number of finished fences. From k it goes to k + 1 or to k | ABORTED by one compare-and-swap;
- * both are final for everyone. */
+/* gate: number of finished fences. From k it goes to k + 1 or to k | ABORTED by one
+ * compare-and-swap; both are final for everyone. */
 typedef struct fs_world_page {
     _Alignas(FS_CACHE_LINE) _Atomic uint64_t gate;
     _Atomic uint32_t bell;     /* futex word: changes when sleepers should look again */
@@ -212,22 +215,22 @@ void fs_note_load(const _Atomic uint64_t *words, size_t nbytes, char *text);
 
 // ---- join.c -------------------------------------------------------------------------------------
 
-/* In a job of processes: does rank still hold its lock? *out_pid: its process as seen from here, 0 if
- * it is in another namespace. */
+/* In a job of processes: does rank still hold its lock? *out_pid: its process as seen from here,
+ * 0 if it is in another namespace. */
 bool fs_job_holds_lock(fs_job *job, int rank, int64_t *out_pid);
 
 // ---- report.c -----------------------------------------------------------------------------------
 
 /* The cause in words, then every rank: has it come, what is it in or was it last in, where. world
  * (may be NULL) is the world that waits; seconds (0: not said) is how long. */
-void fs_report_format(fs_job *job, const fs_world *world, fs_cause cause, double seconds, char *text,
-                      size_t nbytes);
+void fs_report_format(fs_job *job, const fs_world *world, fs_cause cause, double seconds,
+                      char *text, size_t nbytes);
 const char *fs_op_name(fs_op op);
 
 // ---- region.c -----------------------------------------------------------------------------------
 
-/* Address space of the data file (the heap in a thread job), taken and given back. nbytes is rounded
- * up to pages by all four. */
+/* Address space of the data file (the heap in a thread job), taken and given back. nbytes is
+ * rounded up to pages by all four. */
 FS_NODISCARD fs_status
 fs_span_reserve(fs_job *job, size_t nbytes, uint64_t *out_at);
 FS_NODISCARD fs_status
@@ -239,7 +242,8 @@ void fs_span_unmap(fs_job *job, void *mapped, size_t nbytes);
 void fs_span_free(fs_job *job, uint64_t at, size_t nbytes);
 size_t fs_page_nbytes(void);
 
-/* Where nbytes at memory lie in world memory, as every rank of the job can find them; 0: not there. */
+/* Where nbytes at memory lie in world memory, as every rank of the job can find them; 0: not
+ * there. */
 uint64_t fs_region_address(fs_job *job, const void *memory, size_t nbytes);
 /* The other way round; NULL if this process has not opened (or has closed) that region. */
 const void *fs_region_find(fs_job *job, uint64_t address, size_t nbytes);

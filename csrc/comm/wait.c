@@ -240,7 +240,8 @@ look_for_lost(fs_world *world)
 #define FS_INTERRUPT_SLICES 5   /* slices between two questions about Ctrl-C */
 #define FS_SPIN_LEAST_NS 500
 
-/* Adaptive: a spin that was in vain halves the next one, one that would have sufficed doubles it. */
+/* Adaptive: a spin that was in vain halves the next one, one that would have sufficed doubles
+ * it. */
 static bool
 spin(fs_world *world, fs_condition condition, void *ctx)
 {

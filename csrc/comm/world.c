@@ -263,7 +263,8 @@ fs_world_split(fs_world *world, int64_t color, int64_t key, fs_world **out)
     st = made;
     for (int r = 0; r < world->size && st == FS_OK; r++) {
         if (all[r].u[SPLIT_STATUS] != FS_OK) {
-            st = FS_FAIL(FS_ENOMEM, "split: rank %d could not make its part's page", world->ranks[r]);
+            st = FS_FAIL(FS_ENOMEM, "split: rank %d could not make its part's page",
+                         world->ranks[r]);
         }
     }
     if (st != FS_OK && at != 0) {
@@ -330,7 +331,8 @@ fs_status
 fs_world_usable(const fs_world *world)
 {
     if (fs_job_is_forked(world->job)) {
-        return FS_FAIL(FS_ESTATE, "this world belongs to the parent process: a forked child cannot use "
+        return FS_FAIL(FS_ESTATE,
+                       "this world belongs to the parent process: a forked child cannot use "
                        "it; start workers with 'spawn', or do not touch the world in them");
     }
     if (world->closed) {

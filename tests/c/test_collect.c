@@ -1,6 +1,6 @@
-/* Collectives on threads: every operation, through windows and in place, in one round and in many, with
- * uneven and empty parts, with delays between the fences. Values are small integers, so every sum is
- * exact and order does not matter. */
+/* Collectives on threads: every operation, through windows and in place, in one round and in
+ * many, with uneven and empty parts, with delays between the fences. Values are small integers,
+ * so every sum is exact and order does not matter. */
 // sanitizers: tsan
 // flavours: threads
 #include <stdint.h>
@@ -37,7 +37,8 @@ expected(fs_reduce_op op, int size, size_t i)
     return op == FS_MEAN ? all / (float)size : all;
 }
 
-/* Where inputs lie: private memory, world memory, or private on rank 0 and world memory elsewhere. */
+/* Where inputs lie: private memory, world memory, or private on rank 0 and world memory
+ * elsewhere. */
 typedef enum place { PRIVATE, WORLD, MIXED } place;
 
 typedef struct operands {
@@ -134,8 +135,8 @@ all_reduce_body(fs_world *world, const trial *t, bool in_place)
         CHECK_OK(fs_all_reduce(world, FS_F32, (fs_reduce_op)op, o.in, out, t->n));
         for (size_t i = 0; i < t->n; i++) {
             float want = expected((fs_reduce_op)op, size, i);
-            CHECK(out[i] == want, "n %zu op %d element %zu: %g, not %g", t->n, op, i, (double)out[i],
-                  (double)want);
+            CHECK(out[i] == want, "n %zu op %d element %zu: %g, not %g", t->n, op, i,
+                  (double)out[i], (double)want);
         }
         CHECK(o.out[t->n] == -1e9f, "written past the end");
         drop_operands(&o);

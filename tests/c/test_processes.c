@@ -1,4 +1,5 @@
-/* Worlds of processes: ranks find each other, share memory, and see each other die, at every wait. */
+/* Worlds of processes: ranks find each other, share memory, and see each other die, at every
+ * wait. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sched.h>
@@ -33,8 +34,12 @@ typedef int (*rank_body)(fs_world *world, void *ctx);
 static fs_status
 join_as(const process_call *call, fs_job **out)
 {
-    const fs_join join = {.rank = call->rank, .size = call->size, .name = call->name, .folder = folder,
-                          .data_fd = call->data_fd, .lock_fd = call->lock_fd,
+    const fs_join join = {.rank = call->rank,
+                          .size = call->size,
+                          .name = call->name,
+                          .folder = folder,
+                          .data_fd = call->data_fd,
+                          .lock_fd = call->lock_fd,
                           .timeout_s = call->timeout_s};
     return fs_job_join(&join, out);
 }
@@ -117,7 +122,8 @@ sharing_body(fs_world *world, void *ctx)
         for (int r = 0; r < size; r++) {
             CHECK(fs_region_block(region, r)[299999] == r + 1, "rank %d", r);
         }
-        /* Operands in world memory are read where they are; a private one on one rank makes all copy. */
+        /* Operands in world memory are read where they are; a private one on one rank makes all
+         * copy. */
         for (int private_rank = -1; private_rank < 2; private_rank++) {
             float x[1000], sum[1000], *in = rank == private_rank ? x : (float *)(void *)mine;
             for (int i = 0; i < 1000; i++) {
@@ -126,7 +132,8 @@ sharing_body(fs_world *world, void *ctx)
             size_t counts[8] = {1000};
             CHECK_OK(fs_reduce_scatter(world, FS_F32, FS_SUM, in, counts, sum));
             for (int i = 0; rank == 0 && i < 1000; i++) {
-                CHECK(sum[i] == (float)(i * size + size * (size - 1) / 2), "%d: %g", i, (double)sum[i]);
+                CHECK(sum[i] == (float)(i * size + size * (size - 1) / 2), "%d: %g", i,
+                      (double)sum[i]);
             }
             CHECK_OK(fs_barrier(world));
         }
@@ -180,7 +187,8 @@ test_sharing(void)
     CHECK(access(folder, F_OK) < 0, "%s was made although nobody needed it", folder);
 }
 
-/* A rank in another network namespace does not see the abstract socket, but the one in the folder. */
+/* A rank in another network namespace does not see the abstract socket, but the one in the
+ * folder. */
 static int
 namespace_body(fs_world *world, void *ctx)
 {
@@ -356,7 +364,8 @@ test_death_at_every_wait(int culprit)
         }
         CHECK(end == -SIGKILL, "rank %d ended with %d", culprit, end);
         /* At the very last fence the death may come after everyone was through. */
-        CHECK(survivor == 2 || survivor == 0, "wait %zu: the survivor ended with %d", nth, survivor);
+        CHECK(survivor == 2 || survivor == 0, "wait %zu: the survivor ended with %d", nth,
+              survivor);
         seen += survivor == 2;
     }
 }
@@ -389,8 +398,8 @@ test_stopped(void)
     CHECK(end_of(pids[1]) == 0, "rank 1");
 }
 
-/* A forked child may not use the world, and its end means nothing; while it holds the descriptors, its
- * parent's death is still seen. */
+/* A forked child may not use the world, and its end means nothing; while it holds the
+ * descriptors, its parent's death is still seen. */
 static int
 forking_body(fs_world *world, void *ctx)
 {

@@ -1,5 +1,5 @@
-/* How much memory is left, read from a made-up system: both versions of control groups, limits up the
- * tree, cache that can be dropped, files that are missing. */
+/* How much memory is left, read from a made-up system: both versions of control groups, limits
+ * up the tree, cache that can be dropped, files that are missing. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <string.h>
@@ -62,7 +62,8 @@ test_version_2(void)
           (unsigned long long)room.group_nbytes);
     put("/sys/fs/cgroup/pod/rank/memory.max", "300000\n");
     fs_room_read(root, &room);
-    CHECK(room.group_nbytes == 299999, "our own limit: %llu", (unsigned long long)room.group_nbytes);
+    CHECK(room.group_nbytes == 299999, "our own limit: %llu",
+          (unsigned long long)room.group_nbytes);
     put("/sys/fs/cgroup/pod/memory.current", "2000000\n");
     fs_room_read(root, &room);
     CHECK(room.group_nbytes == 0, "over the limit: %llu", (unsigned long long)room.group_nbytes);

@@ -1,5 +1,5 @@
-/* Worlds of threads: the fence carries payloads, compares, and ends for everyone alike; regions, splits,
- * idle hooks, deadlines, leaving, reports. */
+/* Worlds of threads: the fence carries payloads, compares, and ends for everyone alike; regions,
+ * splits, idle hooks, deadlines, leaving, reports. */
 // sanitizers: tsan
 // flavours: threads
 #define _GNU_SOURCE
@@ -348,8 +348,8 @@ split_body(fs_world *world, void *ctx)
     CHECK_OK(fs_barrier(world));
 }
 
-/* A failure in one part ends the others too: rank 0 waits for rank 1 in a part that the failed rank 3
- * is not in. */
+/* A failure in one part ends the others too: rank 0 waits for rank 1 in a part that the failed
+ * rank 3 is not in. */
 static void
 poison_body(fs_world *world, void *ctx)
 {
@@ -361,7 +361,8 @@ poison_body(fs_world *world, void *ctx)
         fs_job_leave(fs_world_job(world), 3, "broke");
     } else if (rank == 0 || rank == 2) {
         CHECK_STATUS(fs_barrier(part), FS_ABORTED);
-        CHECK(strstr(fs_status_message(), "rank 3 failed: broke") != NULL, "%s", fs_status_message());
+        CHECK(strstr(fs_status_message(), "rank 3 failed: broke") != NULL, "%s",
+              fs_status_message());
     } else {
         usleep(300000);
         CHECK_STATUS(fs_barrier(part), FS_ABORTED);
@@ -448,7 +449,8 @@ test_counted_allocations(void)
         (void)fs_alloc_fail_at(nth);
         for (int r = 0; r < 2; r++) {
             calls[r] = (rank_call){job, r, &deadlines, allocation_body, &failures, 0};
-            CHECK(pthread_create(&calls[r].thread, NULL, tolerant_main, &calls[r]) == 0, "no thread");
+            CHECK(pthread_create(&calls[r].thread, NULL, tolerant_main, &calls[r]) == 0,
+                  "no thread");
         }
         for (int r = 0; r < 2; r++) {
             (void)pthread_join(calls[r].thread, NULL);
