@@ -124,6 +124,8 @@ def _in_block(index: Index, rank: int, block: int) -> list[Damage]:
     if not parts:
         return [Damage(index.folder, name, reason + " (its header)", index.step, block, rank=rank)]
     found = []
+    if block == 0:
+        reason += ", which holds the file's header too"
     for parameter, state, _, begin, end, shape, _ in parts:
         row = math.prod(shape[1:]) or 1
         rows = (begin // row, (end - 1) // row)

@@ -16,7 +16,7 @@ from flatshard.job import local_world
 from flatshard.optim import SGD, AdamW
 from flatshard.shard import shard
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
 CASES = [  # every value and every pair of stage, partition, gather, precision; worlds in turn
     (1, 0, "flat", "view", "fp32"),

@@ -16,7 +16,7 @@ import flatshard as fs
 from flatshard import _core, checkpoint
 from flatshard.errors import CheckpointError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
 
 def weights(seed=7, dtype=np.float32) -> dict[str, np.ndarray]:
