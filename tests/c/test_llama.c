@@ -110,6 +110,29 @@ fill(int32_t *tokens, int32_t *targets, int rank)
     }
 }
 
+/* Logits of the last tokens out of a cache that was filled in pieces, against those of a forward. */
+static void
+generate(fs_llama *llama, const int32_t *tokens, const float *last)
+{
+    static const size_t pieces[] = {5, 1, 60, 1};
+    int32_t piece[BATCH * LENGTH];
+    float got[BATCH * 53];
+    size_t at = 0;
+    CHECK_OK(fs_llama_cache_begin(llama, BATCH, LENGTH));
+    for (size_t p = 0; p < sizeof pieces / sizeof pieces[0]; at += pieces[p], p++) {
+        for (size_t b = 0; b < BATCH; b++) {
+            memcpy(piece + b * pieces[p], tokens + b * LENGTH + at, pieces[p] * sizeof *piece);
+        }
+        CHECK_OK(fs_llama_cache_extend(llama, piece, pieces[p], got));
+    }
+    CHECK(at == LENGTH, "%zu tokens", at);
+    for (size_t i = 0; i < BATCH * 53; i++) {
+        CHECK(fabsf(got[i] - last[i]) <= 1e-4f, "logit %zu: %g, not %g", i, (double)got[i],
+              (double)last[i]);
+    }
+    CHECK_STATUS(fs_llama_cache_extend(llama, piece, 1, got), FS_EINVAL);
+}
+
 static void
 train(fs_world *world, run_way *how)
 {
@@ -151,7 +174,8 @@ train(fs_world *world, run_way *how)
         CHECK(memcmp(last + b * 53, all + ((b + 1) * LENGTH - 1) * 53, 53 * sizeof(float)) == 0,
               "the last token's logits of sequence %d differ", b);
     }
-    fs_llama_close(llama);
+    generate(llama, tokens, last);
+    fs_llama_close(llama); /* with the cache still open */
     fs_shards_close(shards);
 }
 
