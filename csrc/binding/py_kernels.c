@@ -327,10 +327,10 @@ done:
 
 // ---- update -------------------------------------------------------------------------------------
 
-enum { UPDATE_GRAD, UPDATE_WEIGHT, UPDATE_MASTER, UPDATE_READ, UPDATE_M1, UPDATE_M2, UPDATE_ARRAYS };
+enum { UPDATE_GRAD, UPDATE_WEIGHT, UPDATE_MASTER, UPDATE_READ, UPDATE_M1, UPDATE_M2, UPDATE_M3, UPDATE_ARRAYS };
 
 static const char *const update_arrays[UPDATE_ARRAYS] = {
-    "grad", "weight", "master", "weight_read", "moment1", "moment2",
+    "grad", "weight", "master", "weight_read", "moment1", "moment2", "moment3",
 };
 
 static fs_status
@@ -338,6 +338,7 @@ rule_parse(const char *name, fs_rule *out)
 {
     static const char *const names[FS_RULE_COUNT] = {
         [FS_RULE_SGD] = "sgd", [FS_RULE_ADAM] = "adam", [FS_RULE_ADAMW] = "adamw",
+        [FS_RULE_LION] = "lion", [FS_RULE_ADAGRAD] = "adagrad",
     };
     for (int rule = 0; rule < FS_RULE_COUNT; rule++) {
         if (strcmp(name, names[rule]) == 0) {
@@ -345,7 +346,7 @@ rule_parse(const char *name, fs_rule *out)
             return FS_OK;
         }
     }
-    return FS_FAIL(FS_EINVAL, "rule is '%s', not sgd, adam or adamw", name);
+    return FS_FAIL(FS_EINVAL, "rule is '%s', not sgd, adam, adamw, lion or adagrad", name);
 }
 
 /* Are these arrays ones that the operation takes together? */
@@ -356,13 +357,22 @@ update_check(fs_rule rule, const fs_buffer *arrays)
         FS_TRY(same_length(&arrays[UPDATE_GRAD], &arrays[i], update_arrays[i]));
         FS_TRY(float_dtype(&arrays[i], update_arrays[i]));
     }
-    const fs_buffer *m1 = &arrays[UPDATE_M1], *m2 = &arrays[UPDATE_M2];
-    if (rule != FS_RULE_SGD && (m1->array == NULL || m2->array == NULL)) {
+    const fs_buffer *m1 = &arrays[UPDATE_M1], *m2 = &arrays[UPDATE_M2], *m3 = &arrays[UPDATE_M3];
+    bool adam = rule == FS_RULE_ADAM || rule == FS_RULE_ADAMW;
+    if (adam && (m1->array == NULL || m2->array == NULL)) {
         return FS_FAIL(FS_EINVAL, "adam and adamw need moment1 and moment2");
     }
-    if (m1->array != NULL && m2->array != NULL && m1->dtype != m2->dtype) {
-        return FS_FAIL(FS_ETYPE, "moment1 is %s, moment2 %s", fs_dtype_name(m1->dtype),
-                       fs_dtype_name(m2->dtype));
+    if ((rule == FS_RULE_LION || rule == FS_RULE_ADAGRAD) && m1->array == NULL) {
+        return FS_FAIL(FS_EINVAL, "lion and adagrad need moment1");
+    }
+    if (!adam && (m2->array != NULL || m3->array != NULL)) {
+        return FS_FAIL(FS_EINVAL, "moment2 and moment3 are for adam and adamw");
+    }
+    for (int i = UPDATE_M2; i <= UPDATE_M3; i++) {
+        if (m1->array != NULL && arrays[i].array != NULL && m1->dtype != arrays[i].dtype) {
+            return FS_FAIL(FS_ETYPE, "moment1 is %s, %s %s", fs_dtype_name(m1->dtype),
+                           update_arrays[i], fs_dtype_name(arrays[i].dtype));
+        }
     }
     if (arrays[UPDATE_MASTER].array != NULL && arrays[UPDATE_MASTER].dtype != FS_F32) {
         return FS_FAIL(FS_ETYPE, "master is %s, not float32",
@@ -379,7 +389,7 @@ static PyObject *
 kernels_update(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"rule", "grad", "weight", "master", "weight_read", "moment1", "moment2",
-                            "grad_scale", "lr", "decay", "beta1", "beta2", "one_minus_beta1",
+                            "moment3", "grad_scale", "lr", "decay", "beta1", "beta2", "one_minus_beta1",
                             "one_minus_beta2", "eps", "step_size", "inv_sqrt_bc2", "nesterov",
                             "first", NULL};
     const fs_exec *exec = &((kernels_object *)object)->exec;
@@ -390,9 +400,9 @@ kernels_update(PyObject *object, PyObject *args, PyObject *kwargs)
     fs_update u = {.grad_scale = 1.0f};
     fs_hyper *h = &u.hyper;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "sO|$OOOOOffffffffffpp:update", names, &rule_name, &objects[UPDATE_GRAD],
+            args, kwargs, "sO|$OOOOOOffffffffffpp:update", names, &rule_name, &objects[UPDATE_GRAD],
             &objects[UPDATE_WEIGHT], &objects[UPDATE_MASTER], &objects[UPDATE_READ],
-            &objects[UPDATE_M1], &objects[UPDATE_M2], &u.grad_scale, &h->lr, &h->decay, &h->beta1,
+            &objects[UPDATE_M1], &objects[UPDATE_M2], &objects[UPDATE_M3], &u.grad_scale, &h->lr, &h->decay, &h->beta1,
             &h->beta2, &h->one_minus_beta1, &h->one_minus_beta2, &h->eps, &h->step_size,
             &h->inv_sqrt_bc2, &nesterov, &first)) {
         return NULL;
@@ -420,6 +430,7 @@ kernels_update(PyObject *object, PyObject *args, PyObject *kwargs)
         u.weight_dtype = weight->array != NULL ? weight->dtype : read->dtype;
         u.moment1 = moment->data;
         u.moment2 = arrays[UPDATE_M2].data;
+        u.moment3 = arrays[UPDATE_M3].data;
         u.moment_dtype = moment->array != NULL ? moment->dtype : FS_F32;
         u.n = arrays[UPDATE_GRAD].n;
         FS_OPERATE(exec->device->update(exec, &u));
@@ -572,7 +583,7 @@ static PyMethodDef methods[] = {
      "acc = (acc +) sum of sources in order; None is absent. Returns (sum of squares, finite)."},
     {"update", FS_KEYWORDS(kernels_update),
      "update($self, rule, grad, *, weight=None, master=None, weight_read=None, moment1=None, "
-     "moment2=None, grad_scale=1.0, lr=0.0, decay=0.0, beta1=0.0, beta2=0.0, one_minus_beta1=0.0, "
+     "moment2=None, moment3=None, grad_scale=1.0, lr=0.0, decay=0.0, beta1=0.0, beta2=0.0, one_minus_beta1=0.0, "
      "one_minus_beta2=0.0, eps=0.0, step_size=0.0, inv_sqrt_bc2=0.0, nesterov=False, first=False)"
      "\n--\n\nOne optimizer step; scalars are rounded to fp32."},
     {"gemm", FS_KEYWORDS(kernels_gemm),

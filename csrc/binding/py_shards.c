@@ -406,7 +406,7 @@ shards_agree(PyObject *self, PyObject *args)
                          v.bad_rank, (long)v.count);
 }
 
-/* A list of (lr, beta1, beta2, eps, weight_decay, momentum, nesterov). */
+/* A list of (lr, beta1, beta2, eps, weight_decay, momentum, nesterov, lr_decay). */
 static fs_group *
 take_groups(PyObject *list, Py_ssize_t *out_n)
 {
@@ -422,8 +422,9 @@ take_groups(PyObject *list, Py_ssize_t *out_n)
     for (Py_ssize_t g = 0; groups != NULL && g < n; g++) {
         fs_group *group = &groups[g];
         int nesterov = 0;
-        if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(fast, g), "ddddddp", &group->lr, &group->beta1,
-                              &group->beta2, &group->eps, &group->weight_decay, &group->momentum, &nesterov)) {
+        if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(fast, g), "ddddddpd", &group->lr, &group->beta1,
+                              &group->beta2, &group->eps, &group->weight_decay, &group->momentum, &nesterov,
+                              &group->lr_decay)) {
             PyMem_Free(groups);
             groups = NULL;
             break;

@@ -58,18 +58,22 @@ typedef struct fs_sum {
 
 // ---- optimizer update ---------------------------------------------------------------------------
 
-typedef enum fs_rule { FS_RULE_SGD = 0, FS_RULE_ADAM = 1, FS_RULE_ADAMW = 2, FS_RULE_COUNT } fs_rule;
+typedef enum fs_rule {
+    FS_RULE_SGD = 0, FS_RULE_ADAM = 1, FS_RULE_ADAMW = 2, FS_RULE_LION = 3, FS_RULE_ADAGRAD = 4,
+    FS_RULE_COUNT
+} fs_rule;
 
 /* Hyperparameters of one parameter in one step. Each scalar is computed in fp64 on the host from the
  * parameter's own step count and rounded once to fp32 (optim.c). */
 typedef struct fs_hyper {
     fs_rule rule;
     float lr;
-    float decay;          /* SGD, ADAM: weight_decay (L2, added to the gradient); ADAMW: 1 - lr * weight_decay */
+    float decay;          /* SGD, ADAM, ADAGRAD: weight_decay (L2, added to the gradient); ADAMW, LION:
+                           * 1 - lr * weight_decay */
     float beta1, beta2;   /* SGD: beta1 is the momentum */
     float one_minus_beta1, one_minus_beta2; /* rounded from fp64: 1.0f - 0.9f != (float)0.1 */
     float eps;
-    float step_size;      /* lr / (1 - beta1^t) */
+    float step_size;      /* Adam: lr / (1 - beta1^t); ADAGRAD: lr / (1 + (t - 1) lr_decay) */
     float inv_sqrt_bc2;   /* 1 / sqrt(1 - beta2^t) */
     bool nesterov;
     bool first;           /* SGD with momentum: the first step sets the buffer to the gradient */
@@ -88,6 +92,7 @@ typedef struct fs_update {
     fs_dtype weight_dtype;
     void *moment1; /* n of moment_dtype; NULL where the rule has none */
     void *moment2;
+    void *moment3; /* ADAM, ADAMW: the largest second moment (AMSGrad), or NULL */
     fs_dtype moment_dtype;
     size_t n;
 } fs_update;

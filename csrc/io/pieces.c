@@ -11,7 +11,8 @@
 static const struct {
     fs_array state;
     const char *name;
-} states[] = {{FS_WEIGHT, "weight"}, {FS_MOMENT1, "moment1"}, {FS_MOMENT2, "moment2"}};
+} states[] = {{FS_WEIGHT, "weight"}, {FS_MOMENT1, "moment1"}, {FS_MOMENT2, "moment2"},
+            {FS_MOMENT3, "moment3"}};
 
 const char *
 fs_state_name(fs_array state)

@@ -1,7 +1,7 @@
 /* Pieces: a folder is a sorted list of stretches of parameters, whoever wrote it.
  *
  * In our files a piece is one segment of one state of one parameter, a one-dimensional tensor named
- * "NAME:STATE:BEGIN" (STATE weight, moment1 or moment2; BEGIN in elements). In a Hugging Face folder a
+ * "NAME:STATE:BEGIN" (STATE weight, moment1, moment2 or moment3; BEGIN in elements). In a Hugging Face folder a
  * piece is a whole tensor, state weight. Loading is intersection of pieces with what a rank keeps, so
  * the shape of the job that wrote a folder does not matter to the one that reads it. */
 #ifndef FS_IO_PIECES_H
@@ -35,7 +35,7 @@ typedef struct fs_shape_def {
 
 typedef struct fs_piece {
     const char *name;  /* of the parameter */
-    fs_array state;    /* FS_WEIGHT (the master where there is one), FS_MOMENT1, FS_MOMENT2 */
+    fs_array state;    /* FS_WEIGHT (the master where there is one), FS_MOMENT1 ... FS_MOMENT3 */
     int dtype;         /* fs_dtype, or -1: none of ours */
     const char *dtype_name;
     size_t begin, end; /* elements of the parameter */
@@ -80,7 +80,7 @@ void fs_catalog_describe(const fs_catalog *catalog, int file, size_t block, char
 /* Part of a piece that lies in a block: false when it has none. *out is the piece, shortened. */
 bool fs_piece_in_block(const fs_piece *piece, size_t block, fs_piece *out);
 
-/* "weight", "moment1", "moment2". */
+/* "weight", "moment1", "moment2", "moment3". */
 const char *fs_state_name(fs_array state);
 
 // ---- reading ------------------------------------------------------------------------------------

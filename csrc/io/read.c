@@ -206,7 +206,7 @@ want_segment(const fs_catalog *catalog, const fs_read_def *def, const fs_param *
     list->array = FS_MASTER;
     FS_TRY(walk(catalog, name, FS_WEIGHT, seg->begin, seg->end, add_want, list));
     for (int m = 0; m < def->moments_n && seg->pos_n != FS_FROZEN; m++) {
-        list->array = m == 0 ? FS_MOMENT1 : FS_MOMENT2;
+        list->array = (fs_array)(FS_MOMENT1 + m);
         FS_TRY(walk(catalog, name, list->array, seg->begin, seg->end, add_want, list));
     }
     return FS_OK;

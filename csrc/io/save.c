@@ -125,7 +125,7 @@ list_items(save *call, int moments_n)
     fs_shards *shards = call->shards;
     const fs_policy *policy = fs_shards_policy(shards);
     int rank = fs_world_rank(fs_shards_world(shards));
-    static const fs_array arrays[] = {FS_MASTER, FS_MOMENT1, FS_MOMENT2};
+    static const fs_array arrays[1 + FS_MOMENTS_MAX] = {FS_MASTER, FS_MOMENT1, FS_MOMENT2, FS_MOMENT3};
     fs_seg_range all = fs_segs(fs_shards_layout(shards), rank, -1);
     call->capacity = (size_t)(all.end - all.seg) * (size_t)(1 + moments_n);
     FS_TRY(fs_calloc(call->capacity, sizeof *call->items, &call->items));

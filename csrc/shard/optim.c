@@ -5,13 +5,22 @@
 
 #include "shards_internal.h"
 
-int
-fs_rule_moments_n(fs_rule rule, double momentum)
+bool
+fs_rule_takes_moments(fs_rule rule, int moments_n)
 {
-    if (rule == FS_RULE_SGD) {
-        return momentum != 0.0 ? 1 : 0;
+    switch (rule) {
+    case FS_RULE_SGD:
+        return moments_n == 0 || moments_n == 1;
+    case FS_RULE_LION:
+    case FS_RULE_ADAGRAD:
+        return moments_n == 1;
+    case FS_RULE_ADAM:
+    case FS_RULE_ADAMW:
+        return moments_n == 2 || moments_n == 3;
+    case FS_RULE_COUNT:
+        break;
     }
-    return 2;
+    return false;
 }
 
 /* base^exponent by repeated squaring: the same bits on every machine, which pow does not promise. */
@@ -39,14 +48,20 @@ fs_hyper_make(fs_rule rule, const fs_group *group, int64_t step)
         hyper.first = step <= 1;
         return hyper;
     }
+    hyper.eps = (float)group->eps;
+    if (rule == FS_RULE_ADAGRAD) {
+        hyper.decay = (float)group->weight_decay;
+        hyper.step_size = (float)(group->lr / (1.0 + (double)(step - 1) * group->lr_decay));
+        return hyper;
+    }
     double bias1 = 1.0 - power(group->beta1, step);
     double bias2 = 1.0 - power(group->beta2, step);
-    hyper.decay = (float)(rule == FS_RULE_ADAMW ? 1.0 - group->lr * group->weight_decay : group->weight_decay);
+    hyper.decay = (float)(rule == FS_RULE_ADAM ? group->weight_decay
+                                               : 1.0 - group->lr * group->weight_decay);
     hyper.beta1 = (float)group->beta1;
     hyper.beta2 = (float)group->beta2;
     hyper.one_minus_beta1 = (float)(1.0 - group->beta1);
     hyper.one_minus_beta2 = (float)(1.0 - group->beta2);
-    hyper.eps = (float)group->eps;
     hyper.step_size = (float)(group->lr / bias1);
     hyper.inv_sqrt_bc2 = (float)(1.0 / sqrt(bias2));
     return hyper;
@@ -60,6 +75,10 @@ fs_optimizer_finish(fs_shards *shards, fs_rule rule, const fs_group *groups, con
     FS_TRY(fs_shards_ready(shards));
     if (!shards->agreed) {
         return FS_FAIL(FS_ESTATE, "rank %d: no step was agreed on", shards->rank);
+    }
+    if (!fs_rule_takes_moments(rule, shards->moments_n)) {
+        return FS_FAIL(FS_EINVAL, "rank %d: rule %d does not go with %d moments", shards->rank, (int)rule,
+                       shards->moments_n);
     }
     bool applied = shards->verdict.applied;
     for (int p = 0; applied && p < layout->params_n; p++) {

@@ -152,11 +152,15 @@ fs_precision_check(const fs_precision *precision);
 
 // ---- shards -------------------------------------------------------------------------------------
 
+/* Most moment arrays of an optimizer. */
+#define FS_MOMENTS_MAX 3
+
 typedef struct fs_shards fs_shards;
 
 /* What an array of the state is. */
 typedef enum fs_array {
-    FS_WEIGHT = 0, FS_MASTER = 1, FS_GRAD = 2, FS_MOMENT1 = 3, FS_MOMENT2 = 4, FS_ARRAY_COUNT
+    FS_WEIGHT = 0, FS_MASTER = 1, FS_GRAD = 2, FS_MOMENT1 = 3, FS_MOMENT2 = 4, FS_MOMENT3 = 5,
+    FS_ARRAY_COUNT
 } fs_array;
 
 /* Adds to plan what fs_shards_open (with moments_n moment arrays) will charge to rank's ledger. Needs

@@ -184,7 +184,7 @@ fs_status
 fs_shards_open_moments(fs_shards *shards, int moments_n)
 {
     FS_TRY(fs_shards_ready(shards));
-    if (moments_n < 0 || moments_n > 2) {
+    if (moments_n < 0 || moments_n > FS_MOMENTS_MAX) {
         return FS_FAIL(FS_EINVAL, "an optimizer with %d moments", moments_n);
     }
     if (shards->moments_open) {

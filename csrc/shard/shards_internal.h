@@ -23,7 +23,7 @@ typedef struct fs_block {
     unsigned char *slots;  /* gradient slots, see fs_slot_* */
     unsigned char *acc;    /* summed gradients of the kept cuts, packed */
     float *master;         /* of the kept cuts, packed; NULL without masters */
-    unsigned char *moments[2];
+    unsigned char *moments[FS_MOMENTS_MAX];
 } fs_block;
 
 /* One buffer for gathered units (FS_WEIGHTS_SHARD). */

@@ -210,6 +210,7 @@ update_segment(fs_shards *shards, const fs_seg *seg, const fs_hyper *hyper)
     size_t moment_at = at * fs_dtype_nbytes(precision->moments);
     update.moment1 = shards->moments_n > 0 ? block->moments[0] + moment_at : NULL;
     update.moment2 = shards->moments_n > 1 ? block->moments[1] + moment_at : NULL;
+    update.moment3 = shards->moments_n > 2 ? block->moments[2] + moment_at : NULL;
     shards->exec->device->update(shards->exec, &update);
 }
 

@@ -238,9 +238,12 @@ state_array(const fs_shards *shards, int rank, fs_array array, const fs_seg *seg
         break;
     case FS_MOMENT1:
     case FS_MOMENT2:
-    case FS_ARRAY_COUNT:
+    case FS_MOMENT3:
         *dtype = precision->moments;
-        base = block->moments[array == FS_MOMENT2];
+        base = block->moments[array - FS_MOMENT1];
+        break;
+    case FS_ARRAY_COUNT: /* check_range lets none through */
+        *dtype = precision->moments;
         break;
     }
     return base + fs_state_at(shards, seg) * fs_dtype_nbytes(*dtype);

@@ -24,7 +24,7 @@ from .errors import (
     WorldError,
 )
 from .job import LocalWorld, init, local_world
-from .optim import SGD, Adam, AdamW, Optimizer, ParamGroup, StepResult
+from .optim import SGD, Adagrad, Adam, AdamW, Lion, Optimizer, ParamGroup, StepResult
 from .plan import Plan, describe, memory, plan
 from .policy import LossScale, MixedPrecision, Offload, Sharding
 from .shard import Parameter, Shards, Unit, shard, state_sha256, weights_sha256
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "CheckpointError",
@@ -43,6 +44,7 @@ __all__ = [
     "CollectiveTimeout",
     "ConfigError",
     "FlatshardError",
+    "Lion",
     "LocalWorld",
     "LossScale",
     "MemoryBudgetError",

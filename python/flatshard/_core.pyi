@@ -77,6 +77,7 @@ class Kernels:
         weight_read: _Array | None = None,
         moment1: _Array | None = None,
         moment2: _Array | None = None,
+        moment3: _Array | None = None,
         grad_scale: float = 1.0,
         lr: float = 0.0,
         decay: float = 0.0,

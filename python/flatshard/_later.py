@@ -4,15 +4,13 @@ from __future__ import annotations
 
 __all__ = ["LATER", "sentence"]
 
-_OPTIMIZERS = "this version has SGD, Adam and AdamW"
+_OPTIMIZERS = "this version has SGD, Adam, AdamW, Lion and Adagrad"
 
 #: Public names to what serves meanwhile.
 LATER = {
     "torch": "shard arrays of your own with flatshard.shard, or train flatshard.models.Llama",
     "hf": "flatshard.models.Llama reads and writes Hugging Face folders",
     "config": "say it with flatshard.Sharding and a preset of precision",
-    "Lion": _OPTIMIZERS,
-    "Adagrad": _OPTIMIZERS,
     "LAMB": _OPTIMIZERS,
     "Muon": _OPTIMIZERS,
 }

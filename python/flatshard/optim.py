@@ -15,7 +15,16 @@ from .errors import NonFiniteError
 from .policy import LossScale
 from .shard import Shards
 
-__all__ = ["SGD", "Adam", "AdamW", "Optimizer", "ParamGroup", "StepResult"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "Optimizer",
+    "ParamGroup",
+    "StepResult",
+]
 
 _log = logging.getLogger("flatshard")
 
@@ -73,13 +82,15 @@ class ParamGroup:
     lr, weight_decay : float
         Learning rate and weight decay.
     betas : (float, float)
-        Decay rates of the moments (Adam family).
+        Decay rates of the moments (Adam family); of blend and momentum (Lion).
     eps : float
         Added to the root of the second moment.
     momentum : float
         Of SGD.
     nesterov : bool
         Of SGD.
+    lr_decay : float
+        Of Adagrad.
     lr_fixed : bool
         The group was given a learning rate of its own: ``step(lr=)`` leaves it alone.
     """
@@ -93,9 +104,10 @@ class ParamGroup:
     momentum: float = 0.0
     nesterov: bool = False
     lr_fixed: bool = False
+    lr_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "eps", "momentum"):
+        for name in ("lr", "weight_decay", "eps", "momentum", "lr_decay"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name}={value!r}: expected a finite number, 0 or more")
@@ -105,7 +117,7 @@ class ParamGroup:
         if self.nesterov and self.momentum == 0.0:
             raise ValueError("nesterov=True needs momentum")
 
-    def core(self) -> tuple[float, float, float, float, float, float, bool]:
+    def core(self) -> tuple[float, float, float, float, float, float, bool, float]:
         """The tuple that the C core takes."""
         self.__post_init__()
         beta1, beta2 = self.betas
@@ -117,6 +129,7 @@ class ParamGroup:
             float(self.weight_decay),
             float(self.momentum),
             self.nesterov,
+            float(self.lr_decay),
         )
 
 
@@ -174,7 +187,7 @@ class _Scaler:
 
 
 class Optimizer:
-    """What SGD, Adam and AdamW have in common. Not for use by itself.
+    """What all optimizers have in common. Not for use by itself.
 
     Parameters
     ----------
@@ -453,6 +466,7 @@ class Optimizer:
                     "eps": g.eps,
                     "momentum": g.momentum,
                     "nesterov": g.nesterov,
+                    "lr_decay": g.lr_decay,
                     "lr_fixed": g.lr_fixed,
                 }
                 for g in self.groups
@@ -570,6 +584,7 @@ class _AdamFamily(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         no_decay: Iterable[str] = (),
         max_skips: int = 20,
     ) -> None:
@@ -582,7 +597,7 @@ class _AdamFamily(Optimizer):
                 "eps": eps,
                 "weight_decay": weight_decay,
             },
-            moments=("exp_avg", "exp_avg_sq"),
+            moments=("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ())),
             no_decay=no_decay,
             max_skips=max_skips,
         )
@@ -603,6 +618,8 @@ class Adam(_AdamFamily):
         Added to the root of the bias-corrected second moment.
     weight_decay : float
         L2 penalty, added to the gradient.
+    amsgrad : bool
+        Divide by the root of the largest second moment so far, a third state array.
     no_decay : iterable of str
         Patterns of parameter names without decay.
     max_skips : int
@@ -632,6 +649,8 @@ class AdamW(_AdamFamily):
         Added to the root of the bias-corrected second moment.
     weight_decay : float
         The old weight is multiplied by 1 - lr * weight_decay.
+    amsgrad : bool
+        Divide by the root of the largest second moment so far, a third state array.
     no_decay : iterable of str
         Patterns of parameter names without decay.
     max_skips : int
@@ -644,3 +663,116 @@ class AdamW(_AdamFamily):
 
     _rule = 2
     _rule_name = "AdamW"
+
+
+class Lion(Optimizer):
+    """Lion: the sign of a blend of gradient and momentum, with decoupled weight decay.
+
+    Parameters
+    ----------
+    target : Shards or anything with ``.shards``
+        What to optimize. Collective.
+    lr : float
+        Learning rate: by how much each element moves; commonly a third to a tenth of AdamW's.
+    betas : (float, float)
+        Share of the momentum in the blend whose sign is taken, and decay rate of the momentum.
+    weight_decay : float
+        The old weight is multiplied by 1 - lr * weight_decay.
+    no_decay : iterable of str
+        Patterns of parameter names without decay.
+    max_skips : int
+        Skipped steps in a row that raise NonFiniteError.
+
+    Notes
+    -----
+    One state array, "exp_avg". An element whose blend is exactly 0 does not move, decay aside.
+
+    References
+    ----------
+    Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", program 1.
+    """
+
+    _rule = 3
+    _rule_name = "Lion"
+
+    def __init__(
+        self,
+        target: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        no_decay: Iterable[str] = (),
+        max_skips: int = 20,
+    ) -> None:
+        beta1, beta2 = betas
+        super().__init__(
+            target,
+            options={"lr": lr, "betas": (beta1, beta2), "weight_decay": weight_decay},
+            moments=("exp_avg",),
+            no_decay=no_decay,
+            max_skips=max_skips,
+        )
+
+
+class Adagrad(Optimizer):
+    """Adagrad.
+
+    Parameters
+    ----------
+    target : Shards or anything with ``.shards``
+        What to optimize. Collective.
+    lr : float
+        Learning rate.
+    lr_decay : float
+        The t-th update of a parameter uses lr / (1 + (t - 1) * lr_decay).
+    eps : float
+        Added to the root of the sum of squares.
+    weight_decay : float
+        L2 penalty, added to the gradient.
+    initial_accumulator_value : float
+        What sums of squares begin with.
+    no_decay : iterable of str
+        Patterns of parameter names without decay.
+    max_skips : int
+        Skipped steps in a row that raise NonFiniteError.
+
+    Notes
+    -----
+    One state array, "sum", in ``precision.moments``: a bfloat16 sum of squares stops growing once
+    it is 256 times the next square.
+
+    References
+    ----------
+    Duchi, Hazan & Singer 2011, in the form of ``torch.optim.Adagrad``.
+    """
+
+    _rule = 4
+    _rule_name = "Adagrad"
+
+    def __init__(
+        self,
+        target: Any,
+        *,
+        lr: float,
+        lr_decay: float = 0.0,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        no_decay: Iterable[str] = (),
+        max_skips: int = 20,
+    ) -> None:
+        initial = initial_accumulator_value
+        if not (math.isfinite(initial) and initial >= 0):
+            raise ValueError(
+                f"initial_accumulator_value={initial!r}: expected a finite number, 0 or more"
+            )
+        super().__init__(
+            target,
+            options={"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay},
+            moments=("sum",),
+            no_decay=no_decay,
+            max_skips=max_skips,
+        )
+        if initial:
+            self._shards.fill("sum", initial)

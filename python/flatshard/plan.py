@@ -16,7 +16,16 @@ from .shard import Parameter, Shards, core_definition, default_unit
 __all__ = ["Plan", "describe", "memory", "plan"]
 
 #: Moment arrays of each optimizer by name.
-_MOMENTS = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
+_MOMENTS = {
+    "sgd": 0,
+    "sgd-momentum": 1,
+    "adam": 2,
+    "adamw": 2,
+    "adam-amsgrad": 3,
+    "adamw-amsgrad": 3,
+    "lion": 1,
+    "adagrad": 1,
+}
 
 
 def _bytes(n: float) -> str:
@@ -120,8 +129,9 @@ def plan(
         What each rank keeps.
     precision : str or MixedPrecision
         A preset or a mix.
-    optimizer : {"sgd", "sgd-momentum", "adam", "adamw"}
-        Decides the moments.
+    optimizer : str
+        Decides the moments: "sgd", "sgd-momentum", "adam", "adamw", "adam-amsgrad",
+        "adamw-amsgrad", "lion" or "adagrad".
     batch : (int, int), optional
         Sequences and tokens of a micro-batch: adds what a native model's forward and backward hold.
     checkpointing : bool

@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 _log = logging.getLogger("flatshard")
 
-_WEIGHT, _MASTER, _GRAD, _MOMENT1, _MOMENT2 = range(5)
+_WEIGHT, _MASTER, _GRAD, _MOMENT1, _MOMENT2, _MOMENT3 = range(6)
 #: Names of what a parameter has, as users say them.
 _KINDS = {
     "weight": _WEIGHT,
@@ -37,8 +37,12 @@ _KINDS = {
     "momentum_buffer": _MOMENT1,
     "exp_avg": _MOMENT1,
     "exp_avg_sq": _MOMENT2,
+    "max_exp_avg_sq": _MOMENT3,
+    "sum": _MOMENT1,
 }
 _NO_COUNT = -1
+#: Elements of the constant that is stored again and again by Shards.fill.
+_FILL_N = 1 << 18
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -377,8 +381,9 @@ class Shards:
         ----------
         name : str
             Either name of a tie.
-        what : {"weight", "master", "grad", "exp_avg", "exp_avg_sq", "momentum_buffer"}
-            What to read. "master" is the fp32 weight behind a low-precision one, else the weight.
+        what : {"weight", "master", "grad"} or a moment of the optimizer
+            What to read; moments are "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"
+            and "sum". "master" is the fp32 weight behind a low-precision one, else the weight.
             "grad" is the sum over ranks so far, neither divided nor clipped; zero if there is none.
 
         Returns
@@ -440,6 +445,27 @@ class Shards:
             raise ValueError(f"{name}: shape {value.shape}, expected {self.parameters[p].shape}")
         with self.storing() as store:
             store(p, kind, value)
+
+    def fill(self, what: str, value: float) -> None:
+        """Set every element of a moment to one value. Collective.
+
+        Parameters
+        ----------
+        what : str
+            Name of the moment.
+        value : float
+            Rounded to the dtype in which it is kept.
+        """
+        kind = self._kind(what)
+        if kind < _MOMENT1:
+            raise ValueError(f"what={what!r}: expected one of {', '.join(self._moments)}")
+        most = max((p.numel for p in self.parameters if p.trainable), default=0)
+        constant = np.full(min(most, _FILL_N), value, np.float32)
+        with self.storing() as store:
+            for index, parameter in enumerate(self.parameters):
+                if parameter.trainable:
+                    for begin in range(0, parameter.numel, _FILL_N):
+                        store(index, kind, constant[: parameter.numel - begin], begin)
 
     @contextlib.contextmanager
     def storing(self) -> Iterator[Callable[..., None]]:

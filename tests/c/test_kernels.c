@@ -184,6 +184,7 @@ typedef struct kinds {
     fs_dtype grad, weight, moment;
     bool master, momentum, nesterov;
     fs_rule rule;
+    bool amsgrad;
 } kinds;
 
 /* Three steps. */
@@ -191,14 +192,16 @@ static uint64_t
 update_case(const fs_exec *exec, kinds k, size_t n)
 {
     void *weight = array(k.weight, n, 21), *m1 = array(k.moment, n, 22);
-    void *m2 = array(k.moment, n, 23), *grad = array(k.grad, n, 24);
+    void *m2 = array(k.moment, n, 23), *m3 = array(k.moment, n, 26), *grad = array(k.grad, n, 24);
     float *master = floats(n, 25);
     memset(m1, 0, n * fs_dtype_nbytes(k.moment));
     memset(m2, 0, n * fs_dtype_nbytes(k.moment));
-    bool adam = k.rule != FS_RULE_SGD;
+    memset(m3, 0, n * fs_dtype_nbytes(k.moment));
+    bool adam = k.rule == FS_RULE_ADAM || k.rule == FS_RULE_ADAMW;
+    bool decoupled = k.rule == FS_RULE_ADAMW || k.rule == FS_RULE_LION;
     for (int step = 1; step <= 3; step++) {
         fs_hyper hyper = {
-            .rule = k.rule, .lr = 1e-2f, .decay = k.rule == FS_RULE_ADAMW ? 0.999f : 0.01f,
+            .rule = k.rule, .lr = 1e-2f, .decay = decoupled ? 0.999f : 0.01f,
             .beta1 = 0.9f, .beta2 = 0.999f, .one_minus_beta1 = 0.1f, .one_minus_beta2 = 0.001f,
             .eps = 1e-8f, .step_size = 1e-2f / (0.1f * (float)step),
             .inv_sqrt_bc2 = 10.0f / (float)step, .nesterov = k.nesterov, .first = step == 1,
@@ -206,15 +209,20 @@ update_case(const fs_exec *exec, kinds k, size_t n)
         fs_update u = {.hyper = hyper, .grad_scale = 0.37f, .grad = grad, .grad_dtype = k.grad,
                        .master = k.master ? master : NULL, .weight = weight,
                        .weight_dtype = k.weight, .moment1 = adam || k.momentum ? m1 : NULL,
-                       .moment2 = adam ? m2 : NULL, .moment_dtype = k.moment, .n = n};
+                       .moment2 = adam ? m2 : NULL, .moment3 = k.amsgrad ? m3 : NULL,
+                       .moment_dtype = k.moment, .n = n};
         exec->device->update(exec, &u);
     }
     uint64_t hash = hash_array(HASH_START, weight, k.weight, n);
     hash = hash_array(hash, m1, k.moment, n);
     hash = hash_array(hash, m2, k.moment, n);
+    if (k.amsgrad) {
+        hash = hash_array(hash, m3, k.moment, n);
+    }
     hash = hash_array(hash, master, FS_F32, n);
     free(master);
     free(grad);
+    free(m3);
     free(m2);
     free(m1);
     free(weight);
@@ -259,14 +267,18 @@ static const size_t lengths[] = {0, 1, 15, 16, 17, 1023, 1024, 1025, 10007, 7000
 #define LENGTHS_N (sizeof lengths / sizeof lengths[0])
 
 static const kinds updates[] = {
-    {FS_F32, FS_F32, FS_F32, false, false, false, FS_RULE_SGD},
-    {FS_F32, FS_F32, FS_F32, false, true, false, FS_RULE_SGD},
-    {FS_BF16, FS_BF16, FS_F32, true, true, true, FS_RULE_SGD},
-    {FS_F32, FS_F32, FS_F32, false, false, false, FS_RULE_ADAM},
-    {FS_F32, FS_F32, FS_F32, false, false, false, FS_RULE_ADAMW},
-    {FS_F32, FS_BF16, FS_F32, true, false, false, FS_RULE_ADAMW},
-    {FS_BF16, FS_BF16, FS_BF16, false, false, false, FS_RULE_ADAMW},
-    {FS_F16, FS_F16, FS_F16, true, false, false, FS_RULE_ADAMW},
+    {FS_F32, FS_F32, FS_F32, false, false, false, FS_RULE_SGD, false},
+    {FS_F32, FS_F32, FS_F32, false, true, false, FS_RULE_SGD, false},
+    {FS_BF16, FS_BF16, FS_F32, true, true, true, FS_RULE_SGD, false},
+    {FS_F32, FS_F32, FS_F32, false, false, false, FS_RULE_ADAM, false},
+    {FS_F32, FS_F32, FS_F32, false, false, false, FS_RULE_ADAMW, false},
+    {FS_F32, FS_BF16, FS_F32, true, false, false, FS_RULE_ADAMW, false},
+    {FS_BF16, FS_BF16, FS_BF16, false, false, false, FS_RULE_ADAMW, false},
+    {FS_F16, FS_F16, FS_F16, true, false, false, FS_RULE_ADAMW, false},
+    {FS_F32, FS_F32, FS_F32, false, false, false, FS_RULE_ADAM, true},
+    {FS_F32, FS_BF16, FS_BF16, true, false, false, FS_RULE_ADAMW, true},
+    {FS_BF16, FS_BF16, FS_F32, true, true, false, FS_RULE_LION, false},
+    {FS_F32, FS_F32, FS_F32, false, true, false, FS_RULE_ADAGRAD, false},
 };
 
 static const struct {
@@ -288,7 +300,7 @@ static const char *const golden_names[GOLDEN_COUNT] = {"convert", "sum", "update
 static const uint64_t golden[GOLDEN_COUNT] = {
     [GOLDEN_CONVERT] = 0x417030cee6e2fe36u,
     [GOLDEN_SUM] = 0xdf136aafc362c3acu,
-    [GOLDEN_UPDATE] = 0x12b400ebb0b1bc70u,
+    [GOLDEN_UPDATE] = 0x2239e4d25e8e94dfu,
     [GOLDEN_COMBINE] = 0x62d1f686260853bbu,
 };
 

@@ -29,9 +29,20 @@ pytestmark = pytest.mark.quick
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
+#: Rules by the names of these tests: that of the kernel, and how many moments it is given.
+RULES = {
+    "sgd": ("sgd", 1),
+    "adam": ("adam", 2),
+    "adamw": ("adamw", 2),
+    "amsgrad": ("adam", 3),
+    "amsgradw": ("adamw", 3),
+    "lion": ("lion", 1),
+    "adagrad": ("adagrad", 1),
+}
+
 
 def step_scalars(rule: str, step: int, **changes: Any) -> dict[str, float]:
-    return hyper(**{**SETTINGS, **changes}, step=step, decoupled=rule == "adamw")
+    return hyper(**{**SETTINGS, **changes}, step=step, decoupled=rule in ("adamw", "lion"))
 
 
 # ---- against float64 ----------------------------------------------------------------------------
@@ -100,6 +111,39 @@ def test_sgd_against_float64(
             assert ulps(plain, want, 0.1) <= 3
         assert ulps(w, w64, 1.0) <= 8
         assert ulps(momentum, b64, 1.0) <= 8
+
+
+def test_lion_and_adagrad_against_float64(kernels: _core.Kernels, rng: np.random.Generator) -> None:
+    """One step from any state. Lion: the weight within 2 units in the last place (sign, product,
+    difference), the momentum within 2 of its terms. Adagrad: 3, its sum of squares 4 (a square
+    has twice the error)."""
+    for n in LENGTHS:
+        w, g = normal(rng, n, offset=1), normal(rng, n, offset=3)
+        m, s = normal(rng, n) * np.float32(0.1), np.square(normal(rng, n)) + np.float32(1e-3)
+        w64, g64, m64 = w.astype(np.float64), g.astype(np.float64) * 0.5, m.astype(np.float64)
+        blend = 0.9 * m64 + (1 - 0.9) * g64
+        clear = np.abs(blend) > 1e-6
+        want = np.where(clear, w64 * (1 - 0.01 * 0.1) - 0.01 * np.sign(blend), 0)
+        momentum = 0.95 * m64 + (1 - 0.95) * g64
+        size = np.maximum(np.abs(m64), np.abs(g64))
+        lion = w.copy()
+        scalars = step_scalars("lion", 1)
+        kernels.update("lion", g, weight=lion, moment1=m, grad_scale=0.5, **scalars)
+        assert ulps(np.where(clear, lion, 0), want, np.where(clear, np.abs(w64), 1)) <= 2
+        assert ulps(m, momentum, size) <= 2
+
+        decayed = g64 + 0.1 * w64
+        total = s.astype(np.float64) + decayed**2
+        moved = 0.01 * decayed / (np.sqrt(total) + 1e-6)
+        size = np.abs(g64) + 0.1 * np.abs(w64)
+        kernels.update(
+            "adagrad", g, weight=w, moment1=s, grad_scale=0.5, decay=0.1, step_size=0.01, eps=1e-6
+        )
+        # A gradient that cancels against decay has the error of its terms, and so have its step
+        # and its square.
+        slack = 0.01 * np.spacing(size.astype(np.float32)).astype(np.float64) / np.sqrt(total)
+        assert ulps(w, w64 - moved, np.abs(w64), slack=slack) <= 3
+        assert ulps(s, total, size**2) <= 4
 
 
 def test_decay_shrinks_the_old_weight(kernels: _core.Kernels) -> None:
@@ -204,15 +248,23 @@ def run_steps(kernels: _core.Kernels, rule: str, start: Array, grads: list[Array
     """Master, bf16 copy and moments after the steps."""
     n = start.size
     master, weight = start.copy(), start.astype(BF16)
-    m, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    kernel_rule, moments_n = RULES[rule]
+    moments: dict[str, Any] = {f"moment{m + 1}": np.zeros(n, np.float32) for m in range(moments_n)}
     for step, g in enumerate(grads, 1):
-        moments = {"moment1": m, "moment2": v} if rule != "sgd" else {"moment1": m}
-        scalars = {**step_scalars(rule, step), "first": step == 1}
-        kernels.update(rule, g, weight=weight, master=master, **moments, grad_scale=0.7, **scalars)
-    return [master, weight, m, v]
+        scalars = {**step_scalars(kernel_rule, step), "first": step == 1}
+        kernels.update(
+            kernel_rule,
+            g,
+            weight=weight,
+            master=master,
+            **moments,
+            grad_scale=0.7,
+            **scalars,
+        )
+    return [master, weight, *moments.values()]
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("rule", RULES)
 def test_same_bits_on_every_table(
     every_table: Callable[[], list[_core.Kernels]], rng: np.random.Generator, rule: str
 ) -> None:
@@ -226,7 +278,7 @@ def test_same_bits_on_every_table(
             assert same_bits(a, b), kernels.name
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("rule", RULES)
 def test_in_pieces_and_whole(kernels: _core.Kernels, rng: np.random.Generator, rule: str) -> None:
     """A step cut into pieces anywhere gives the bits of the whole."""
     n = 5000
@@ -313,8 +365,12 @@ def test_wrong_arrays_are_refused(kernels: _core.Kernels) -> None:
         kernels.update("adamw", g, weight=w)
     with pytest.raises(ValueError, match="one of master, weight"):
         kernels.update("sgd", g)
-    with pytest.raises(ValueError, match="rule is 'lion'"):
+    with pytest.raises(ValueError, match="rule is 'lamb'"):
+        kernels.update("lamb", g, weight=w)
+    with pytest.raises(ValueError, match="lion and adagrad need moment1"):
         kernels.update("lion", g, weight=w)
+    with pytest.raises(ValueError, match="moment2 and moment3 are for adam"):
+        kernels.update("adagrad", g, weight=w, moment1=w.copy(), moment3=w.copy())
     with pytest.raises(ValueError, match="moment1 has 3 elements, not 4"):
         kernels.update("sgd", g, weight=w, moment1=np.zeros(3, np.float32))
     with pytest.raises(TypeError, match="master is bfloat16"):

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.quick
         ),
         ("precision", "fp64", "precision 'fp64': expected one of fp32, bf16, bf16-pure"),
         ("gather", "auto?", "gather 'auto\\?': expected one of auto, view, copy"),
-        ("optimizer", "lion", "optimizer 'lion' is not there yet"),
+        ("optimizer", "lamb", "optimizer 'lamb' is not there yet"),
         ("schedule", "step", "schedule 'step': expected one of constant, linear, cosine"),
         ("save_on", ("SIGKILL",), "save_on 'SIGKILL': expected SIGTERM or SIGUSR1"),
         ("reschedule", True, "reschedule goes with resume"),

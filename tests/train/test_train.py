@@ -64,6 +64,23 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize("optimizer", ["lion", "adagrad", "adam", "sgd"])
+def test_every_optimizer_trains(corpus: Path, tmp_path: Path, optimizer: str) -> None:
+    config = config_of(
+        corpus,
+        tmp_path / "run",
+        optimizer=optimizer,
+        steps=6,
+        lr=1e-3 if optimizer == "lion" else 1e-2,
+        betas=(0.9, 0.99),
+        eval_every=0,
+        sample_tokens=0,
+    )
+    run_threads(config, 1)
+    losses = [line["loss"] for line in metrics(tmp_path / "run") if "loss" in line]
+    assert losses[-1] < losses[0]
+
+
 # What a run leaves ------------------------------------------------------------------------------
 
 

@@ -18,12 +18,12 @@ _CHOICES = {
     "precision": tuple(PRESETS),
     "gather": ("auto", "view", "copy"),
     "partition": ("flat", "per_parameter"),
-    "optimizer": ("adamw", "adam", "sgd"),
+    "optimizer": ("adamw", "adam", "sgd", "lion", "adagrad"),
     "schedule": ("constant", "linear", "cosine"),
 }
 _LATER = {
     "precision": ("fp8",),
-    "optimizer": ("lion", "adagrad", "lamb", "muon"),
+    "optimizer": ("lamb", "muon"),
 }
 SAVE_SIGNALS = ("SIGTERM", "SIGUSR1")
 

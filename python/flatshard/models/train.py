@@ -317,6 +317,10 @@ class _Run:
         }
         if config.optimizer == "sgd":
             return flatshard.SGD(model, momentum=config.betas[0], **common)
+        if config.optimizer == "adagrad":
+            return flatshard.Adagrad(model, eps=config.eps, **common)
+        if config.optimizer == "lion":
+            return flatshard.Lion(model, betas=config.betas, **common)
         kind = flatshard.AdamW if config.optimizer == "adamw" else flatshard.Adam
         return kind(model, betas=config.betas, eps=config.eps, **common)
 
