@@ -148,7 +148,7 @@ def test_sizes() -> None:
 
 def test_known_words() -> None:
     corpus = ["def open(path):", "return path"]
-    assert known_words("def path return_ xopen open(", corpus) == (3, 5)
+    assert known_words("def path return_to xopen open(", corpus) == (4, 6)
     assert known_words("def pat", corpus) == (1, 1)  # the last word may be cut short
     assert known_words("123 4 a", corpus) == (0, 0)
 

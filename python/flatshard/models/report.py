@@ -359,16 +359,16 @@ def draw_loss(metrics: Path, picture: Path) -> str | None:
 def known_words(sample: str, corpus: Iterable[str]) -> tuple[int, int]:
     """Words of a sample, and how many of them occur in a corpus.
 
-    A word is two or more letters, digits and underscores that begin with a letter.
+    A word is two or more letters in a row.
 
     Returns
     -------
     (int, int)
         Found, and all.
     """
-    word = re.compile(r"[^\W\d_]\w+")
+    word = re.compile(r"[^\W\d_]{2,}")
     # The last word may be cut short by the end of the sample.
-    words = word.findall(sample)[:-1] if sample[-1:].isalnum() else word.findall(sample)
+    words = word.findall(sample)[:-1] if sample[-1:].isalpha() else word.findall(sample)
     wanted = set(words)
     seen: set[str] = set()
     for text in corpus:
