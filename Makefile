@@ -12,10 +12,10 @@ PY := $(VENV)/bin/python
 # What make train runs; RANKS, OUT and TRAIN_ARGS may be given on the command line.
 RANKS ?= 2
 OUT ?= runs/train
-# Half a thousand tokens a rank and step fill the matrix products; 700 such steps are some three
+# Half a thousand tokens a rank and step fill the matrix products; 800 such steps are some three
 # minutes of two cores.
 TRAIN_ARGS ?= small --data stdlib -n $(RANKS) --stage 3 --precision bf16 \
-    --batch 4 --length 128 --steps 700 --lr 2e-3
+    --batch 4 --length 128 --steps 800 --lr 1e-3 --betas 0.9 0.98
 
 # Extra arguments of pytest: make test ARGS="-k collectives -x"
 ARGS ?=

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from flatshard.errors import ConfigError
 from flatshard.models.report import RESULT_KEYS, StepReport
 from flatshard.models.stop import StopRequest
 from flatshard.models.train import TrainConfig, TrainResult, train
+from flatshard.models.writing import write
 
 DEADLINE = 120.0  # seconds any of these may take; each needs a few
 
@@ -456,6 +457,23 @@ def test_a_killed_rank_is_in_the_result(corpus: Path, tmp_path: Path) -> None:
     assert result["params"] == 0 or result["params"] > 0
 
 
+def test_writing_moves_a_window() -> None:
+    """What each call sees and adds, from a model that only takes notes."""
+    calls: list[tuple[int, int, int]] = []
+
+    class Notes:
+        def generate(self, ids: Any, *, n: int, temperature: float, seed: int) -> Any:
+            calls.append((int(ids[0]), len(ids), n))
+            return np.concatenate([ids, ids[-1] + 1 + np.arange(n, dtype=np.int32)])
+
+    ids = np.arange(3, dtype=np.int32)
+    text = write(cast(Any, Notes()), ids, n=20, length=8, temperature=0.0, seed=0)
+    assert text.tolist() == list(range(23))  # nothing is lost or told twice
+    assert calls == [(0, 3, 5), (4, 4, 4), (8, 4, 4), (12, 4, 4), (16, 4, 3)]
+    assert max(seen + more for _, seen, more in calls) == 8
+    assert write(cast(Any, Notes()), ids, n=0, length=8, temperature=0.0, seed=0) is ids
+
+
 def test_sample_writes(
     straight: TrainResult, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -463,6 +481,11 @@ def test_sample_writes(
     for folder in (straight.model, straight.model.parent):
         assert main(["sample", str(folder), "--prompt", "beta", "--tokens", "9"]) == 0
         assert capsys.readouterr().out.startswith("beta")
+    long = ["sample", str(straight.model), "--prompt", "beta", "--tokens", "90"]
+    assert main([*long, "--temperature", "0"]) == 0
+    windows = capsys.readouterr().out  # of the run's length, 32
+    assert main([*long, "--temperature", "0", "--context", "512"]) == 0
+    assert capsys.readouterr().out[:20] == windows[:20]
     assert main(["sample", str(tmp_path)]) == 2
     assert "holds no config.json" in capsys.readouterr().err
     assert main(["sample", str(straight.model), "--prompt", ""]) == 2

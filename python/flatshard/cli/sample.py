@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError
+from ..models.config import load_config
 from ..models.tokenizer import load_tokenizer
+from ..models.writing import write
 
 __all__ = ["main"]
 
@@ -28,16 +31,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompt", default="def ", metavar="TEXT", help="(default: 'def ')")
     parser.add_argument("--tokens", type=int, default=200, metavar="K", help="(default: 200)")
     parser.add_argument(
-        "--temperature", type=float, default=0.5, metavar="T",
-        help="0: always the likeliest token (default: 0.5)",
+        "--temperature", type=float, default=0.6, metavar="T",
+        help="0: always the likeliest token (default: 0.6)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the choice of tokens (default: 0)")
     parser.add_argument(
         "--tokenizer", metavar="F", help="bytes, or a tokenizer.json (default: the folder's own)"
     )
+    parser.add_argument(
+        "--context", type=int, metavar="K",
+        help="tokens seen at once (default: the length of the run, else what the model allows)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.tokens < 1:
         raise ConfigError(f"--tokens {options.tokens}: expected at least 1")
+    if options.context is not None and options.context < 2:
+        raise ConfigError(f"--context {options.context}: expected at least 2")
     folder = model_folder(Path(options.folder))
     tokenizer = load_tokenizer(options.tokenizer or folder)
     ids = tokenizer.encode(options.prompt).astype(np.int32)
@@ -47,17 +56,32 @@ def main(arguments: Sequence[str]) -> int:
     import flatshard
 
     world = flatshard.init()
+    most = load_config(folder).max_position_embeddings
     model = flatshard.models.Llama.from_pretrained(
         folder, world=world, sharding=flatshard.Sharding(), precision="fp32"
     )
-    written = model.generate(
-        ids, n=options.tokens, temperature=options.temperature, seed=options.seed
+    written = write(
+        model,
+        ids,
+        n=options.tokens,
+        length=min(options.context or trained_length(folder) or most, most),
+        temperature=options.temperature,
+        seed=options.seed,
     )
-    text = tokenizer.decode(np.asarray(written).reshape(-1).tolist())
+    text = tokenizer.decode(written.tolist())
     model.close()
     if world.rank == 0:
         sys.stdout.write(text.rstrip("\n") + "\n")
     return 0
+
+
+def trained_length(folder: Path) -> int | None:
+    """The length of the sequences a run was trained on, where a model still lies in its run."""
+    try:
+        run = json.loads((folder.parent / "run.json").read_text("utf-8"))
+        return max(2, int(run["config"]["length"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def model_folder(folder: Path) -> Path:

@@ -159,13 +159,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(run, "--json", "write the result as one object, on failure too", metavar="FILE")
     add(run, "--prompt", "of the sample at the end", metavar="TEXT")
-    add(
-        run,
-        "--sample-tokens",
-        "length of the sample; 0: none (default: what fits in --length, at most 400)",
-        type=int,
-        metavar="K",
-    )
+    add(run, "--sample-tokens", "length of the sample; 0: none", metavar="K")
     add(run, "--temperature", "of the sample")
     return it
 

@@ -80,8 +80,7 @@ class TrainConfig:
     json : str, optional
         File for the result, written on failure too.
     prompt, sample_tokens, temperature
-        Of the text written at the end; ``sample_tokens`` 0 writes none. None: as many as fit in
-        ``length``, at most 400; beyond the length it was trained on, a model writes badly.
+        Of the text written at the end; ``sample_tokens`` 0 writes none.
     """
 
     model: str
@@ -122,8 +121,8 @@ class TrainConfig:
     save_on: tuple[str, ...] = _free(())
     json: str | None = _free(None)
     prompt: str = _free("def ")
-    sample_tokens: int | None = _free(None)
-    temperature: float = _free(0.5)
+    sample_tokens: int = _free(400)
+    temperature: float = _free(0.6)
 
     def check(self) -> None:
         """Raises ConfigError naming the first field that cannot be, what it is, and what may be."""
@@ -137,11 +136,10 @@ class TrainConfig:
                 raise ConfigError(f"{name} {value!r}: expected one of {_listed(choices)}")
         for name in ("batch", "length", "accumulate", "steps", "keep", "eval_sequences"):
             self._at_least(name, 1)
-        for name in ("save_every", "eval_every"):
+        for name in ("save_every", "eval_every", "sample_tokens"):
             self._at_least(name, 0)
-        for name in ("warmup", "sample_tokens"):
-            if getattr(self, name) is not None:
-                self._at_least(name, 0)
+        if self.warmup is not None:
+            self._at_least("warmup", 0)
         if self.threads is not None:
             self._at_least("threads", 1)
         if not 0 <= self.seed < 1 << 64:

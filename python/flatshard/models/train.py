@@ -39,6 +39,7 @@ from .report import (
 )
 from .stop import StopRequest
 from .tokenizer import load_tokenizer
+from .writing import write
 
 if TYPE_CHECKING:
     from ..optim import Optimizer
@@ -550,19 +551,24 @@ class _Run:
         assert model is not None
         corpus = self.train_data.corpus
         if corpus.vocab_size is None and config.tokenizer == "bytes":
-            if config.sample_tokens != 0:
+            if config.sample_tokens:
                 self.note("sample  none: the data are token ids; say --tokenizer to decode them")
             return None
         tokenizer = load_tokenizer(config.tokenizer)
         if self.first_rank:
             tokenizer.save(folder.model)
         ids = tokenizer.encode(config.prompt).astype(np.int32)
-        fits = min(400, max(0, config.length - ids.size))
-        n = fits if config.sample_tokens is None else config.sample_tokens
-        if n == 0 or ids.size == 0:
+        if not config.sample_tokens or ids.size == 0:
             return None
-        written = model.generate(ids, n=n, temperature=config.temperature, seed=config.seed)
-        text = tokenizer.decode(np.asarray(written).reshape(-1).tolist())
+        written = write(
+            model,
+            ids,
+            n=config.sample_tokens,
+            length=max(2, config.length),
+            temperature=config.temperature,
+            seed=config.seed,
+        )
+        text = tokenizer.decode(written.tolist())
         if self.first_rank:
             write_file(folder.sample, text.encode("utf-8"))
             self.note("sample  " + "\n        ".join(text.splitlines()))
