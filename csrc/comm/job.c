@@ -135,6 +135,10 @@ fs_job_close(fs_job *job)
     if (job == NULL || fs_job_is_forked(job) || atomic_fetch_sub(&job->refs, 1) != 1) {
         return;
     }
+    for (size_t i = 0; i < job->orphans_n; i++) {
+        fs_span_free(job, job->orphans[i].at, job->orphans[i].nbytes);
+    }
+    fs_free(job->orphans);
     if (job->threads) {
         fs_arena_close(&job->memory);
     } else {

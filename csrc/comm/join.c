@@ -119,13 +119,20 @@ attach(fs_job *job, int rank, uint64_t nonce)
     struct stat info;
     fs_job_page head;
     if (fstat(job->data_fd, &info) < 0) {
-        return FS_FAIL_ERRNO("the job's data file (descriptor %d) is not there", job->data_fd);
+        return FS_FAIL(
+            FS_ESTATE,
+            "the job's data file (descriptor %d) is not there: was this process started by "
+            "a rank, and not by the launcher?",
+            job->data_fd);
     }
     int seals = fcntl(job->data_fd, F_GET_SEALS);
     ssize_t got = pread(job->data_fd, &head, sizeof head, 0);
     if (seals < 0 || !(seals & F_SEAL_SHRINK) || got != (ssize_t)sizeof head ||
         head.magic != FS_JOB_MAGIC || info.st_size < (off_t)head.nbytes) {
-        return FS_FAIL(FS_ESTATE, "descriptor %d is not the data file of a job", job->data_fd);
+        return FS_FAIL(FS_ESTATE,
+                       "descriptor %d is not the data file of a job: was this process started by a "
+                       "rank, and not by the launcher?",
+                       job->data_fd);
     }
     if (head.layout != FS_JOB_LAYOUT) {
         return FS_FAIL(FS_ESTATE,

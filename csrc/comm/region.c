@@ -134,6 +134,21 @@ fs_span_free(fs_job *job, uint64_t at, size_t nbytes)
 #endif
 }
 
+void
+fs_span_abandon(fs_job *job, uint64_t at, size_t nbytes)
+{
+    if (!job->threads) {
+        fs_span_free(job, at, nbytes);
+        return;
+    }
+    (void)pthread_mutex_lock(&job->lock);
+    /* Without memory for the list the span stays until the process ends. */
+    if (fs_grow(&job->orphans, job->orphans_n + 1, sizeof *job->orphans) == FS_OK) {
+        job->orphans[job->orphans_n++] = (fs_orphan){at, nbytes};
+    }
+    (void)pthread_mutex_unlock(&job->lock);
+}
+
 // ---- room ---------------------------------------------------------------------------------------
 
 /* What ranks tell each other before and after they take memory. */
@@ -313,11 +328,15 @@ fs_region_open(fs_world *world, const char *name, size_t stride_nbytes, fs_regio
         st = everyone(world, name, prepared, all);
     }
     if (st != FS_OK) {
-        if (world->rank == 0 && at != 0 && !job->threads) {
-            /* Nobody took it: the offset may be handed out again, if nothing came after it. It
-             * may be another world's from then on. */
+        if (world->rank == 0 && at != 0) {
+            /* Nobody took it: the offset may be handed out again, if nothing came after it. It may
+             * be another world's from then on. */
             uint64_t end = at + nbytes;
-            (void)atomic_compare_exchange_strong(&job->page->end, &end, at);
+            if (job->threads) {
+                fs_span_free(job, at, nbytes);
+            } else {
+                (void)atomic_compare_exchange_strong(&job->page->end, &end, at);
+            }
             at = 0;
         }
         goto fail;
@@ -348,10 +367,8 @@ fail:
     if (region != NULL && region->base != NULL) {
         fs_span_unmap(job, region->base, nbytes);
     }
-    /* In a thread job others may still touch the span if the job was aborted between the meets:
-     * then it is kept until the process ends. */
-    if (world->rank == 0 && at != 0 && (!job->threads || st != FS_ABORTED)) {
-        fs_span_free(job, at, nbytes);
+    if (world->rank == 0 && at != 0) {
+        fs_span_abandon(job, at, nbytes);
     }
     if (region != NULL) {
         region_free(region);

@@ -3,8 +3,8 @@
  *
  * A job's data file (a sealed memfd; in a thread job the heap stands in for it) holds first the
  * job's page, then spans: the page of each split world, and regions. Shared structures hold
- * offsets, never pointers; in a thread job an offset IS the address. An offset
- * whose memory was taken is never given to another.
+ * offsets, never pointers; in a thread job an offset IS the address. An offset whose memory was
+ * taken is never given to another.
  *
  *     0                                             end
  *     | job page: cause, slots, root world | span | span | ...
@@ -122,9 +122,18 @@ struct fs_job {
     int data_fd, lock_fd;
     fs_interrupted interrupted; /* of worlds opened from now on */
     void *interrupted_ctx;
-    pthread_mutex_t lock; /* guards regions. A leaf: nothing is waited for while it is held */
+    pthread_mutex_t lock; /* guards what follows. A leaf: nothing is waited for while it is held */
     fs_region *regions;
+    struct fs_orphan *orphans; /* [orphans_n]: spans of a thread job that go with the job */
+    size_t orphans_n;
 };
+
+/* A span that nobody opened in the end, and that ranks may still be touching. */
+typedef struct fs_orphan {
+    uint64_t at;
+    size_t nbytes;
+} fs_orphan;
+
 
 struct fs_region {
     fs_job *job;
@@ -240,6 +249,9 @@ FS_NODISCARD fs_status
 fs_span_populate(fs_job *job, uint64_t at, void *mapped, size_t nbytes);
 void fs_span_unmap(fs_job *job, void *mapped, size_t nbytes);
 void fs_span_free(fs_job *job, uint64_t at, size_t nbytes);
+/* Gives back a span when the job was aborted while ranks may have been mapping it: at once in a job
+ * of processes (each has its own mapping), with the job in a thread job. */
+void fs_span_abandon(fs_job *job, uint64_t at, size_t nbytes);
 size_t fs_page_nbytes(void);
 
 /* Where nbytes at memory lie in world memory, as every rank of the job can find them; 0: not

@@ -259,7 +259,13 @@ fs_world_split(fs_world *world, int64_t color, int64_t key, fs_world **out)
     mine.u[SPLIT_AT] = at;
     mine.u[SPLIT_STATUS] = (uint64_t)made;
     what.root = 1; /* the second half */
-    FS_TRY_GOTO(fs_meet(world, &what, &mine, all, 0), st, done);
+    st = fs_meet(world, &what, &mine, all, 0);
+    if (st != FS_OK) {
+        if (at != 0) {
+            fs_span_abandon(world->job, at, fs_world_page_nbytes(n));
+        }
+        goto done;
+    }
     st = made;
     for (int r = 0; r < world->size && st == FS_OK; r++) {
         if (all[r].u[SPLIT_STATUS] != FS_OK) {

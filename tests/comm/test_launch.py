@@ -59,6 +59,25 @@ def test_environment(script) -> None:
 
 
 @pytest.mark.quick
+def test_a_second_world_and_the_children_of_ranks(script) -> None:
+    """What was handed down serves once; later worlds of the job, and no others, still meet."""
+    end = launch(
+        "-n",
+        "2",
+        script(
+            "import subprocess\n"
+            "for turn in range(3):\n"
+            "    with flatshard.init(timeout=30) as world:\n"
+            "        assert world.all_reduce(turn) == 2 * turn\n"
+            "code = 'import flatshard; flatshard.init(timeout=5)'\n"
+            "child = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)\n"
+            "assert 'was this process started by a rank' in child.stderr, child.stderr\n"
+        ),
+    )
+    assert end.returncode == 0, end.stderr
+
+
+@pytest.mark.quick
 def test_threads_module_and_given_values(tmp_path: pathlib.Path) -> None:
     (tmp_path / "module_of_ours.py").write_text(
         "import os, flatshard\n"
