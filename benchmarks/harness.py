@@ -78,12 +78,15 @@ class Case:
 
     contenders : functions that open one; returning None means that it is not installed here.
     work : how much one sample does, in units of `unit`; the table shows work per second.
+    compare : print how many times faster the first is than each of the others; False where the
+        contenders are parts of one thing.
     """
 
     title: str
     contenders: Sequence[Callable[[], Contender | None]]
     work: float
     unit: str
+    compare: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +249,7 @@ def measure(case: Case, settings: Settings, quiet: Quiet) -> list[Result]:
     print(case.title)
     for result in results:
         print(result.row(), flush=True)
-    if len(results) > 1:
+    if case.compare and len(results) > 1:
         first = results[0]
         for other in results[1:]:
             print(f"  {first.contender} / {other.contender}: {first.rate / other.rate:.2f}")
