@@ -228,6 +228,17 @@ void fs_note_load(const _Atomic uint64_t *words, size_t nbytes, char *text);
  * 0 if it is in another namespace. */
 bool fs_job_holds_lock(fs_job *job, int rank, int64_t *out_pid);
 
+// ---- rendezvous.c -------------------------------------------------------------------------------
+
+/* Hands the job's descriptors to every other rank; came: size entries, false. FS_ABORTED when not
+ * all came in time. */
+FS_NODISCARD fs_status
+fs_rendezvous_serve(const fs_job *job, const fs_join *join, bool *came);
+
+/* Gets them from rank 0, and the nonce of its job. */
+FS_NODISCARD fs_status
+fs_rendezvous_ask(fs_job *job, const fs_join *join, uint64_t *out_nonce);
+
 // ---- report.c -----------------------------------------------------------------------------------
 
 /* The cause in words, then every rank: has it come, what is it in or was it last in, where. world
