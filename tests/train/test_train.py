@@ -142,6 +142,36 @@ def test_what_is_told_to_callbacks(corpus: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_tokenizer_of_ones_own(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trained with it, kept beside the model, used by sample; the same ids from a token file."""
+    engine = pytest.importorskip("tokenizers")
+    made = engine.Tokenizer(engine.models.BPE())
+    made.pre_tokenizer = engine.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = engine.decoders.ByteLevel()
+    alphabet = engine.pre_tokenizers.ByteLevel.alphabet()
+    trainer = engine.trainers.BpeTrainer(
+        vocab_size=300, show_progress=False, initial_alphabet=alphabet
+    )
+    text = corpus.read_text()
+    made.train_from_iterator([text], trainer)
+    file = tmp_path / "tokenizer.json"
+    made.save(str(file))
+    by_text = train(config_of(corpus, tmp_path / "text", tokenizer=str(file), steps=3))
+    ids = np.asarray(made.encode(text).ids, np.uint16)
+    np.save(tmp_path / "ids.npy", ids)
+    config = config_of(tmp_path / "ids.npy", tmp_path / "ids", tokenizer=str(file), steps=3)
+    by_ids = train(config)
+    assert by_ids.weights_sha256 == by_text.weights_sha256
+    assert by_text.sample is not None and by_text.sample == by_ids.sample
+    capsys.readouterr()
+    assert main(["sample", str(tmp_path / "text"), "--prompt", "alpha", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("alpha")
+    bare = train(dataclasses.replace(config, tokenizer="bytes", out=str(tmp_path / "bare")))
+    assert bare.sample is None and "say --tokenizer to decode" in capsys.readouterr().out
+
+
 def test_accumulation_counts_tokens(corpus: Path, tmp_path: Path) -> None:
     """Two micro-batches of two sequences are one of four: the same batches, the same mean."""
     once = train(config_of(corpus, tmp_path / "a", precision="fp32", batch=4, sample_tokens=0))
