@@ -14,6 +14,8 @@ extern const fs_device fs_device__neon;
 /* The library's kernels choose their own instructions (gemm.c). */
 void
 fs_cpu_gemm(const fs_exec *exec, const fs_gemm *gemm);
+void
+fs_cpu_gemms(const fs_exec *exec, const fs_gemm *gemms, size_t n);
 
 /* Touches arrays of n 4-byte elements as an operation would: reads the first read_n, reads and writes
  * the next update_n (flipping the bits of mask, which may be 0), writes mask to the rest. For

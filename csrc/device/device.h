@@ -136,6 +136,9 @@ struct fs_device {
     /* out = (acc op src) element by element for collectives; integers wrap. op: see fs_reduce_op. */
     void (*combine)(const fs_exec *exec, int op, fs_dtype dtype, void *acc, const void *src, size_t n);
     void (*gemm)(const fs_exec *exec, const fs_gemm *gemm);
+    /* Products that do not touch each other's C, their tiles in one grid: the same bits as one by one,
+     * and work for more threads than the rows of a small one are tiles. */
+    void (*gemms)(const fs_exec *exec, const fs_gemm *gemms, size_t n);
     fs_model_ops model;
 };
 

@@ -93,9 +93,8 @@ fs_gemm_is_loaded(void)
 }
 
 static void
-gemm_task(void *opaque, size_t index)
+gemm_tile(const fs_gemm *g, size_t index)
 {
-    const fs_gemm *g = opaque;
     size_t row = index * FS_GEMM_ROWS;
     size_t rows = fs_min_size(g->m - row, FS_GEMM_ROWS);
     /* Row r of op(A) starts at a + r * lda, or, stored transposed, at a + r. */
@@ -117,17 +116,50 @@ gemm_without_terms(const fs_gemm *g)
     }
 }
 
+/* Tiles of one product; 0 where there is nothing to multiply. */
+static size_t
+tiles_of(const fs_gemm *gemm)
+{
+    bool empty = gemm->m == 0 || gemm->n == 0 || gemm->k == 0;
+    return empty ? 0 : (gemm->m - 1) / FS_GEMM_ROWS + 1;
+}
+
+typedef struct gemm_list {
+    const fs_gemm *gemms;
+    size_t n;
+} gemm_list;
+
+/* Tile index of the products laid end to end. */
+static void
+gemms_task(void *opaque, size_t index)
+{
+    const gemm_list *list = opaque;
+    for (size_t i = 0; i < list->n; i++) {
+        size_t tiles = tiles_of(&list->gemms[i]);
+        if (index < tiles) {
+            gemm_tile(&list->gemms[i], index);
+            return;
+        }
+        index -= tiles;
+    }
+}
+
+void
+fs_cpu_gemms(const fs_exec *exec, const fs_gemm *gemms, size_t n)
+{
+    gemm_list list = {gemms, n};
+    size_t tiles = 0;
+    for (size_t i = 0; i < n; i++) {
+        tiles += tiles_of(&gemms[i]);
+        if (gemms[i].k == 0) {
+            gemm_without_terms(&gemms[i]);
+        }
+    }
+    fs_parallel(exec->pool, tiles, gemms_task, &list);
+}
+
 void
 fs_cpu_gemm(const fs_exec *exec, const fs_gemm *gemm)
 {
-    if (gemm->m == 0 || gemm->n == 0) {
-        return;
-    }
-    if (gemm->k == 0) {
-        gemm_without_terms(gemm);
-        return;
-    }
-    fs_gemm copy = *gemm;
-    size_t tasks = (gemm->m - 1) / FS_GEMM_ROWS + 1;
-    fs_parallel(exec->pool, tasks, gemm_task, &copy);
+    fs_cpu_gemms(exec, gemm, 1);
 }

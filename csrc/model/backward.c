@@ -26,9 +26,10 @@ mlp_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights, cons
     size_t rows = at->rows, hidden = config->hidden_size, wide = config->intermediate_size;
     const float *dy = branch_grad(llama);
     FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_DOWN_BIAS), dy, hidden));
-    fs_linear_input_grad(llama, at->wide, dy, hidden,
-                         fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN), rows, wide, hidden,
-                         false);
+    fs_gemm input = fs_linear_input_grad(at->wide, dy, hidden,
+                                         fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN), rows,
+                                         wide, hidden, false);
+    fs_multiply(llama, &input, 1);
     fs_swiglu swiglu = {.rows = rows,
                         .width = wide,
                         .gate_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_GATE_BIAS),
@@ -37,25 +38,27 @@ mlp_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights, cons
                         .up = saved->up,
                         .act = at->wide};
     exec->device->model.swiglu_grad(exec, &swiglu);
-    FS_TRY(fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_DOWN), dy,
-                                 hidden, at->wide, rows));
     FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_GATE_BIAS), saved->gate,
                         wide));
     FS_TRY(
         fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_UP_BIAS), saved->up, wide));
-    fs_linear_input_grad(llama, at->branch, saved->gate, wide,
-                         fs_layer_weight(llama, weights, layer, FS_ROLE_GATE), rows, hidden, wide,
-                         false);
-    fs_linear_input_grad(llama, at->branch, saved->up, wide,
-                         fs_layer_weight(llama, weights, layer, FS_ROLE_UP), rows, hidden, wide,
-                         true);
+    const fs_weight_grad down = {fs_llama_param(config, layer, FS_ROLE_DOWN), dy, hidden, at->wide};
+    input = fs_linear_input_grad(at->branch, saved->gate, wide,
+                                 fs_layer_weight(llama, weights, layer, FS_ROLE_GATE), rows, hidden,
+                                 wide, false);
+    FS_TRY(fs_weight_grads(llama, sink, &down, 1, &input));
+    input = fs_linear_input_grad(at->branch, saved->up, wide,
+                                 fs_layer_weight(llama, weights, layer, FS_ROLE_UP), rows, hidden,
+                                 wide, true);
+    fs_multiply(llama, &input, 1);
     FS_TRY(fs_norm_backward(llama, sink, fs_llama_param(config, layer, FS_ROLE_NORM2),
                             saved->middle, saved->rstd2,
                             fs_layer_weight(llama, weights, layer, FS_ROLE_NORM2), true));
-    FS_TRY(fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_GATE),
-                                 saved->gate, wide, at->branch, rows));
-    return fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_UP), saved->up,
-                                 wide, at->branch, rows);
+    const fs_weight_grad gate_up[] = {
+        {fs_llama_param(config, layer, FS_ROLE_GATE), saved->gate, wide, at->branch},
+        {fs_llama_param(config, layer, FS_ROLE_UP), saved->up, wide, at->branch},
+    };
+    return fs_weight_grads(llama, sink, gate_up, 2, NULL);
 }
 
 /* Through the output projection and attention: leaves dq, dk, dv as rows in at.projected. */
@@ -71,11 +74,12 @@ attention_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights
     size_t q_n = config->num_attention_heads * config->head_dim;
     const float *dy = branch_grad(llama);
     FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_O_BIAS), dy, hidden));
-    FS_TRY(fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_O), dy, hidden,
-                                 saved->attended, rows));
-    fs_linear_input_grad(llama, at->dattended, dy, hidden,
-                         fs_layer_weight(llama, weights, layer, FS_ROLE_O), rows, q_n, hidden,
-                         false);
+    const fs_weight_grad output = {fs_llama_param(config, layer, FS_ROLE_O), dy, hidden,
+                                   saved->attended};
+    fs_gemm input = fs_linear_input_grad(at->dattended, dy, hidden,
+                                         fs_layer_weight(llama, weights, layer, FS_ROLE_O), rows,
+                                         q_n, hidden, false);
+    FS_TRY(fs_weight_grads(llama, sink, &output, 1, &input));
     fs_attention attention = fs_llama_attention(llama, saved);
     attention.v_turned = at->v_turned;
     attention.dout = at->dattended;
@@ -107,21 +111,21 @@ projections_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weigh
     size_t q_n = config->num_attention_heads * config->head_dim;
     size_t kv_n = config->num_key_value_heads * config->head_dim, all_n = q_n + 2 * kv_n;
     const size_t begins[] = {0, q_n, q_n + kv_n}, widths[] = {q_n, kv_n, kv_n};
+    fs_weight_grad grads[3];
     for (int i = 0; i < 3; i++) {
         const float *dy = at->projected + begins[i];
         FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, biases[i]), dy, all_n));
-        fs_linear_input_grad(llama, at->branch, dy, all_n,
-                             fs_layer_weight(llama, weights, layer, matrices[i]), at->rows, hidden,
-                             widths[i], i > 0);
+        fs_gemm input = fs_linear_input_grad(at->branch, dy, all_n,
+                                             fs_layer_weight(llama, weights, layer, matrices[i]),
+                                             at->rows, hidden, widths[i], i > 0);
+        fs_multiply(llama, &input, 1);
+        grads[i] =
+            (fs_weight_grad){fs_llama_param(config, layer, matrices[i]), dy, all_n, at->branch};
     }
     FS_TRY(fs_norm_backward(llama, sink, fs_llama_param(config, layer, FS_ROLE_NORM1), saved->x,
                             saved->rstd1, fs_layer_weight(llama, weights, layer, FS_ROLE_NORM1),
                             true));
-    for (int i = 0; i < 3; i++) {
-        FS_TRY(fs_linear_weight_grad(llama, sink, fs_llama_param(config, layer, matrices[i]),
-                                     at->projected + begins[i], all_n, at->branch, at->rows));
-    }
-    return FS_OK;
+    return fs_weight_grads(llama, sink, grads, 3, NULL);
 }
 
 static fs_status

@@ -53,12 +53,15 @@ attention_forward(fs_llama *llama, size_t layer, const fs_unit_weights *weights,
     size_t q_n = config->num_attention_heads * config->head_dim;
     size_t kv_n = config->num_key_value_heads * config->head_dim, all_n = q_n + 2 * kv_n;
     float *to = at->projected;
-    fs_linear(llama, to, all_n, at->normed, fs_layer_weight(llama, weights, layer, FS_ROLE_Q), rows,
-              hidden, q_n);
-    fs_linear(llama, to + q_n, all_n, at->normed, fs_layer_weight(llama, weights, layer, FS_ROLE_K),
-              rows, hidden, kv_n);
-    fs_linear(llama, to + q_n + kv_n, all_n, at->normed,
-              fs_layer_weight(llama, weights, layer, FS_ROLE_V), rows, hidden, kv_n);
+    const fs_gemm projections[] = {
+        fs_linear(to, all_n, at->normed, fs_layer_weight(llama, weights, layer, FS_ROLE_Q), rows,
+                  hidden, q_n),
+        fs_linear(to + q_n, all_n, at->normed, fs_layer_weight(llama, weights, layer, FS_ROLE_K),
+                  rows, hidden, kv_n),
+        fs_linear(to + q_n + kv_n, all_n, at->normed,
+                  fs_layer_weight(llama, weights, layer, FS_ROLE_V), rows, hidden, kv_n),
+    };
+    fs_multiply(llama, projections, 3);
     fs_heads heads = fs_llama_heads(llama);
     heads.q_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_Q_BIAS);
     heads.k_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_K_BIAS);
@@ -69,8 +72,10 @@ attention_forward(fs_llama *llama, size_t layer, const fs_unit_weights *weights,
     exec->device->model.heads(exec, &heads);
     fs_attention attention = fs_llama_attention(llama, saved);
     exec->device->model.attention(exec, &attention);
-    fs_linear(llama, at->branch, hidden, saved->attended,
-              fs_layer_weight(llama, weights, layer, FS_ROLE_O), rows, q_n, hidden);
+    fs_gemm output =
+        fs_linear(at->branch, hidden, saved->attended,
+                  fs_layer_weight(llama, weights, layer, FS_ROLE_O), rows, q_n, hidden);
+    fs_multiply(llama, &output, 1);
 }
 
 void
@@ -95,10 +100,13 @@ fs_llama_layer_forward(fs_llama *llama, size_t layer, const fs_unit_weights *wei
     norm.weight = fs_layer_weight(llama, weights, layer, FS_ROLE_NORM2);
     norm.rstd = saved->rstd2;
     exec->device->model.norm(exec, &norm);
-    fs_linear(llama, saved->gate, wide, at->normed,
-              fs_layer_weight(llama, weights, layer, FS_ROLE_GATE), rows, hidden, wide);
-    fs_linear(llama, saved->up, wide, at->normed,
-              fs_layer_weight(llama, weights, layer, FS_ROLE_UP), rows, hidden, wide);
+    const fs_gemm gate_up[] = {
+        fs_linear(saved->gate, wide, at->normed,
+                  fs_layer_weight(llama, weights, layer, FS_ROLE_GATE), rows, hidden, wide),
+        fs_linear(saved->up, wide, at->normed, fs_layer_weight(llama, weights, layer, FS_ROLE_UP),
+                  rows, hidden, wide),
+    };
+    fs_multiply(llama, gate_up, 2);
     if (again) {
         return;
     }
@@ -110,8 +118,10 @@ fs_llama_layer_forward(fs_llama *llama, size_t layer, const fs_unit_weights *wei
                         .up = saved->up,
                         .act = at->wide};
     exec->device->model.swiglu(exec, &swiglu);
-    fs_linear(llama, at->branch, hidden, at->wide,
-              fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN), rows, wide, hidden);
+    fs_gemm down =
+        fs_linear(at->branch, hidden, at->wide,
+                  fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN), rows, wide, hidden);
+    fs_multiply(llama, &down, 1);
     const float *bias = fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN_BIAS);
     if (bias != NULL) { /* added with the branch, after this unit is released */
         exec->device->copy(exec, at->branch_bias, bias, hidden * sizeof *bias);
@@ -176,7 +186,9 @@ logits_out(fs_llama *llama, const fs_head_call *call, const float *head, size_t 
     const fs_exec *exec = llama->exec;
     size_t vocab = llama->config.vocab_size, hidden = llama->config.hidden_size;
     float *out = call->logits + begin * vocab;
-    fs_linear(llama, out, vocab, llama->at.normed + begin * hidden, head, n, hidden, vocab);
+    fs_gemm logits =
+        fs_linear(out, vocab, llama->at.normed + begin * hidden, head, n, hidden, vocab);
+    fs_multiply(llama, &logits, 1);
     if (llama->config.logits_scaling != 1.0) {
         exec->device->model.scale(exec, out, out, (float)(1.0 / llama->config.logits_scaling),
                                   false, n * vocab);
@@ -189,7 +201,9 @@ slice_loss(fs_llama *llama, fs_head_call *call, const float *head, size_t begin,
     const fs_exec *exec = llama->exec;
     fs_batch *at = &llama->at;
     size_t vocab = llama->config.vocab_size, hidden = llama->config.hidden_size;
-    fs_linear(llama, at->logits, vocab, at->normed + begin * hidden, head, n, hidden, vocab);
+    fs_gemm logits =
+        fs_linear(at->logits, vocab, at->normed + begin * hidden, head, n, hidden, vocab);
+    fs_multiply(llama, &logits, 1);
     fs_xent xent = {.rows = n,
                     .vocab = vocab,
                     .logits = at->logits,
@@ -215,24 +229,26 @@ slice_backward(fs_llama *llama, const fs_head_call *call, const float *head, flo
 {
     fs_batch *at = &llama->at;
     size_t vocab = llama->config.vocab_size, hidden = llama->config.hidden_size;
+    fs_gemm gemms[2];
+    size_t taken = 0;
     if (dhead != NULL) {
-        fs_gemm gemm = {.trans_a = true,
-                        .m = vocab,
-                        .n = hidden,
-                        .k = n,
-                        .a = at->logits,
-                        .lda = vocab,
-                        .b = at->normed + begin * hidden,
-                        .ldb = hidden,
-                        .beta = dhead_add ? 1.0f : 0.0f,
-                        .c = dhead,
-                        .ldc = hidden};
-        llama->exec->device->gemm(llama->exec, &gemm);
+        gemms[taken++] = (fs_gemm){.trans_a = true,
+                                   .m = vocab,
+                                   .n = hidden,
+                                   .k = n,
+                                   .a = at->logits,
+                                   .lda = vocab,
+                                   .b = at->normed + begin * hidden,
+                                   .ldb = hidden,
+                                   .beta = dhead_add ? 1.0f : 0.0f,
+                                   .c = dhead,
+                                   .ldc = hidden};
     }
     if (call->normed_grad) {
-        fs_linear_input_grad(llama, at->branch + begin * hidden, at->logits, vocab, head, n, hidden,
-                             vocab, false);
+        gemms[taken++] = fs_linear_input_grad(at->branch + begin * hidden, at->logits, vocab, head,
+                                              n, hidden, vocab, false);
     }
+    fs_multiply(llama, gemms, taken);
 }
 
 static fs_status
@@ -245,7 +261,8 @@ head_slices(fs_llama *llama, fs_head_call *call, const float *head)
             /* Row b of a (batch, vocab) array from the last row of sequence b. */
             const float *row = at->normed + ((b + 1) * at->length - 1) * hidden;
             float *out = call->logits + b * vocab;
-            fs_linear(llama, out, vocab, row, head, 1, hidden, vocab);
+            fs_gemm logits = fs_linear(out, vocab, row, head, 1, hidden, vocab);
+            fs_multiply(llama, &logits, 1);
             llama->exec->device->model.scale(
                 llama->exec, out, out, (float)(1.0 / llama->config.logits_scaling), false, vocab);
         }

@@ -154,11 +154,13 @@ fs_param_weight(const fs_llama *llama, const fs_unit_weights *weights, int param
     return weights->weights + llama->layout->params[param].offset_n;
 }
 
-/* y = x W', dx (+)= dy W; W is (out, in); ld of x and dx is in. */
-void fs_linear(const fs_llama *llama, float *y, size_t ldy, const float *x, const float *weight,
-               size_t rows, size_t in, size_t out);
-void fs_linear_input_grad(const fs_llama *llama, float *dx, const float *dy, size_t ldy,
-                          const float *weight, size_t rows, size_t in, size_t out, bool add);
+/* y = x W', dx (+)= dy W; W is (out, in); ld of x and dx is in. Made here, run by fs_multiply:
+ * several at once where none needs another's result, so that threads share their tiles. */
+fs_gemm fs_linear(float *y, size_t ldy, const float *x, const float *weight, size_t rows, size_t in,
+                  size_t out);
+fs_gemm fs_linear_input_grad(float *dx, const float *dy, size_t ldy, const float *weight,
+                             size_t rows, size_t in, size_t out, bool add);
+void fs_multiply(const fs_llama *llama, const fs_gemm *gemms, size_t n);
 
 /* Forward of one layer, from its saved input on; stops before the output projection of the MLP
  * when again (checkpointing: the rest is not needed). at->branch then waits to be added to
@@ -194,10 +196,18 @@ fs_sink_end(fs_llama *llama, const fs_sink *sink, int param);
 FS_NODISCARD fs_status
 fs_sink_publish(fs_llama *llama, const fs_sink *sink, bool keep_local);
 
-/* dW (+)= dy' x into the sink, unless the parameter is frozen; W is (out, in). */
+/* dW (+)= dy' x of n parameters into the sink, frozen ones left out; W is (out, in). beside:
+ * another product that may run at the same time, or NULL. */
+typedef struct fs_weight_grad {
+    int param;
+    const float *dy; /* (rows, out) with stride ldy */
+    size_t ldy;
+    const float *x; /* (rows, in) */
+} fs_weight_grad;
+#define FS_WEIGHT_GRADS_MAX 3
 FS_NODISCARD fs_status
-fs_linear_weight_grad(fs_llama *llama, const fs_sink *sink, int param, const float *dy, size_t ldy,
-                      const float *x, size_t rows);
+fs_weight_grads(fs_llama *llama, const fs_sink *sink, const fs_weight_grad *grads, size_t n,
+                const fs_gemm *beside);
 /* Column sums of dy into the sink, unless there is no such bias (param -1) or it is frozen. */
 FS_NODISCARD fs_status
 fs_bias_grad(fs_llama *llama, const fs_sink *sink, int param, const float *dy, size_t ldy);

@@ -35,64 +35,98 @@ fs_layer_weight(const fs_llama *llama, const fs_unit_weights *weights, size_t la
 
 // ---- products -----------------------------------------------------------------------------------
 
-void
-fs_linear(const fs_llama *llama, float *y, size_t ldy, const float *x, const float *weight,
-          size_t rows, size_t in, size_t out)
+fs_gemm
+fs_linear(float *y, size_t ldy, const float *x, const float *weight, size_t rows, size_t in,
+          size_t out)
 {
-    fs_gemm gemm = {.trans_b = true,
-                    .m = rows,
-                    .n = out,
-                    .k = in,
-                    .a = x,
-                    .lda = in,
-                    .b = weight,
-                    .ldb = in,
-                    .beta = 0.0f,
-                    .c = y,
-                    .ldc = ldy};
-    llama->exec->device->gemm(llama->exec, &gemm);
+    return (fs_gemm){.trans_b = true,
+                     .m = rows,
+                     .n = out,
+                     .k = in,
+                     .a = x,
+                     .lda = in,
+                     .b = weight,
+                     .ldb = in,
+                     .beta = 0.0f,
+                     .c = y,
+                     .ldc = ldy};
+}
+
+fs_gemm
+fs_linear_input_grad(float *dx, const float *dy, size_t ldy, const float *weight, size_t rows,
+                     size_t in, size_t out, bool add)
+{
+    return (fs_gemm){.m = rows,
+                     .n = in,
+                     .k = out,
+                     .a = dy,
+                     .lda = ldy,
+                     .b = weight,
+                     .ldb = in,
+                     .beta = add ? 1.0f : 0.0f,
+                     .c = dx,
+                     .ldc = in};
 }
 
 void
-fs_linear_input_grad(const fs_llama *llama, float *dx, const float *dy, size_t ldy,
-                     const float *weight, size_t rows, size_t in, size_t out, bool add)
+fs_multiply(const fs_llama *llama, const fs_gemm *gemms, size_t n)
 {
-    fs_gemm gemm = {.m = rows,
-                    .n = in,
-                    .k = out,
-                    .a = dy,
-                    .lda = ldy,
-                    .b = weight,
-                    .ldb = in,
-                    .beta = add ? 1.0f : 0.0f,
-                    .c = dx,
-                    .ldc = in};
-    llama->exec->device->gemm(llama->exec, &gemm);
+    llama->exec->device->gemms(llama->exec, gemms, n);
 }
 
-fs_status
-fs_linear_weight_grad(fs_llama *llama, const fs_sink *sink, int param, const float *dy, size_t ldy,
-                      const float *x, size_t rows)
+/* dW (+)= dy' x; false when the parameter is frozen. */
+static bool
+weight_grad_gemm(fs_llama *llama, const fs_sink *sink, const fs_weight_grad *grad, fs_gemm *out)
 {
     float *target;
     bool add;
-    if (!fs_sink_begin(llama, sink, param, &target, &add)) {
-        return FS_OK;
+    if (!fs_sink_begin(llama, sink, grad->param, &target, &add)) {
+        return false;
     }
-    size_t out = llama->layout->params[param].dims[0], in = llama->layout->params[param].dims[1];
-    fs_gemm gemm = {.trans_a = true,
-                    .m = out,
-                    .n = in,
-                    .k = rows,
-                    .a = dy,
-                    .lda = ldy,
-                    .b = x,
-                    .ldb = in,
-                    .beta = add ? 1.0f : 0.0f,
-                    .c = target,
-                    .ldc = in};
-    llama->exec->device->gemm(llama->exec, &gemm);
-    return fs_sink_end(llama, sink, param);
+    size_t rows = llama->layout->params[grad->param].dims[0];
+    size_t in = llama->layout->params[grad->param].dims[1];
+    *out = (fs_gemm){.trans_a = true,
+                     .m = rows,
+                     .n = in,
+                     .k = llama->at.rows,
+                     .a = grad->dy,
+                     .lda = grad->ldy,
+                     .b = grad->x,
+                     .ldb = in,
+                     .beta = add ? 1.0f : 0.0f,
+                     .c = target,
+                     .ldc = in};
+    return true;
+}
+
+fs_status
+fs_weight_grads(fs_llama *llama, const fs_sink *sink, const fs_weight_grad *grads, size_t n,
+                const fs_gemm *beside)
+{
+    fs_gemm gemms[FS_WEIGHT_GRADS_MAX + 1];
+    size_t taken = 0;
+    if (beside != NULL) {
+        gemms[taken++] = *beside;
+    }
+    bool staged = sink->slot == NULL; /* through one buffer: one after the other */
+    for (size_t i = 0; i < n; i++) {
+        if (!weight_grad_gemm(llama, sink, &grads[i], &gemms[taken])) {
+            continue;
+        }
+        taken++;
+        if (staged) {
+            fs_multiply(llama, gemms, taken);
+            taken = 0;
+            FS_TRY(fs_sink_end(llama, sink, grads[i].param));
+        }
+    }
+    fs_multiply(llama, gemms, taken);
+    for (size_t i = 0; i < n && !staged; i++) {
+        if (llama->layout->params[grads[i].param].trainable) {
+            FS_TRY(fs_sink_end(llama, sink, grads[i].param));
+        }
+    }
+    return FS_OK;
 }
 
 fs_status

@@ -32,6 +32,14 @@ plain_gemm(const fs_exec *exec, const fs_gemm *g)
     }
 }
 
+static void
+plain_gemms(const fs_exec *exec, const fs_gemm *gemms, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        plain_gemm(exec, &gemms[i]);
+    }
+}
+
 // ---- models -------------------------------------------------------------------------------------
 
 static fs_llama_config
@@ -189,6 +197,7 @@ rank_thread(void *opaque)
     CHECK_OK(fs_device_cpu(how->isa, &found));
     fs_device device = *found;
     device.gemm = plain_gemm;
+    device.gemms = plain_gemms;
     fs_exec exec = {.device = &device};
     CHECK_OK(fs_pool_open(how->threads, &exec.pool));
     fs_world *world;
