@@ -1,94 +1,15 @@
-/* Jobs and worlds as Python objects: how they begin and end, and what can be asked of them. */
+/* Worlds as Python objects: how they begin and end, and what can be asked of them. */
 #include "py_world.h"
 
-#include <frameobject.h> /* PyFrame_GetBack: not in Python.h before 3.11 */
-#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "../base/cpu.h"
 #include "../base/env.h"
 
-static PyTypeObject *job_type, *world_type; /* one module per process, which is never unloaded */
+static PyTypeObject *world_type; /* one module per process, which is never unloaded */
 
-// ---- calls --------------------------------------------------------------------------------------
-
-/* Folder of the package, with the separator: frames in it are ours, not the caller's. */
-static char package_folder[1024];
-static size_t package_folder_n;
-
-static void
-set_package_folder(PyObject *module)
-{
-    PyObject *file = PyModule_GetFilenameObject(module);
-    const char *path = file != NULL ? PyUnicode_AsUTF8(file) : NULL;
-    const char *slash = path != NULL ? strrchr(path, '/') : NULL;
-    size_t n = slash != NULL ? (size_t)(slash - path) + 1 : 0;
-    if (n != 0 && n < sizeof package_folder) {
-        memcpy(package_folder, path, n);
-        package_folder_n = n;
-    }
-    PyErr_Clear(); /* without it reports name our own lines */
-    Py_XDECREF(file);
-}
-
-/* The innermost line that is not flatshard's own. */
-static void
-note_caller(fs_world *world)
-{
-    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
-    while (frame != NULL) {
-        PyCodeObject *code = PyFrame_GetCode(frame);
-        const char *file = PyUnicode_AsUTF8(code->co_filename);
-        PyFrameObject *back = NULL;
-        if (file == NULL) {
-            PyErr_Clear();
-        } else if (package_folder_n != 0 && strncmp(file, package_folder, package_folder_n) == 0) {
-            back = PyFrame_GetBack(frame);
-        } else {
-            fs_world_note_line(world, file, PyFrame_GetLineNumber(frame));
-        }
-        Py_DECREF(code);
-        Py_DECREF(frame);
-        frame = back;
-    }
-}
-
-fs_status
-fs_call_begin(fs_world *world)
-{
-    if (world == NULL) {
-        return FS_OK;
-    }
-    if (!fs_world_enter(world)) {
-        return FS_FAIL(FS_ESTATE,
-                       "this world is in a call already: one thread of a rank uses it at a "
-                       "time, and a signal handler not at all");
-    }
-    note_caller(world);
-    return FS_OK;
-}
-
-fs_status
-fs_call_end(fs_world *world, fs_status status)
-{
-    if (world != NULL) {
-        fs_world_exit(world);
-    }
-    return status == FS_OK && PyErr_Occurred()
-               ? FS_FAIL(FS_ABORTED, "a signal handler raised during a wait")
-               : status;
-}
-
-/* Runs Python's signal handlers (they run in the main thread only); true if one raised. */
-static bool
-check_signals(void *Py_UNUSED(ctx))
-{
-    PyGILState_STATE state = PyGILState_Ensure();
-    bool stop = PyErr_Occurred() != NULL || PyErr_CheckSignals() < 0;
-    PyGILState_Release(state);
-    return stop;
-}
+// ---- events -------------------------------------------------------------------------------------
 
 static void
 deliver_events(fs_py_world *self)
@@ -120,167 +41,7 @@ look_up(void *ctx)
     return stop;
 }
 
-// ---- job ----------------------------------------------------------------------------------------
-
-static PyObject *
-new_job(fs_job *job, int data_fd, int lock_fd)
-{
-    fs_py_job *self = PyObject_New(fs_py_job, job_type);
-    if (self == NULL) {
-        fs_job_close(job);
-        return NULL;
-    }
-    self->job = job;
-    self->data_fd = data_fd;
-    self->lock_fd = lock_fd;
-    return (PyObject *)self;
-}
-
-/* An int; -1 with an exception when it does not fit. */
-static int
-to_int(PyObject *object)
-{
-    long value = PyLong_AsLong(object);
-    if (value > INT_MAX || value < INT_MIN) {
-        value = INT_MAX; /* refused below like any number of ranks that is too large */
-    }
-    return (int)value;
-}
-
-static PyObject *
-job_threads(PyObject *Py_UNUSED(module), PyObject *arg)
-{
-    int n = to_int(arg);
-    if (n == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    fs_job *job;
-    fs_status st = fs_job_threads(n, &job);
-    return st == FS_OK ? new_job(job, -1, -1) : fs_raise(st, NULL);
-}
-
-static PyObject *
-job_create(PyObject *Py_UNUSED(module), PyObject *arg)
-{
-    int n = to_int(arg), data_fd, lock_fd;
-    if (n == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    fs_job *job;
-    fs_status st = fs_job_create(n, &job, &data_fd, &lock_fd);
-    return st == FS_OK ? new_job(job, data_fd, lock_fd) : fs_raise(st, NULL);
-}
-
-static PyObject *
-job_join(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
-{
-    static char *names[] = {"rank",    "size",    "name",    "folder",
-                            "data_fd", "lock_fd", "timeout", NULL};
-    fs_join join = {.interrupted = check_signals};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iisziid:job_join", names, &join.rank,
-                                     &join.size, &join.name, &join.folder, &join.data_fd,
-                                     &join.lock_fd, &join.timeout_s)) {
-        return NULL;
-    }
-    fs_job *job = NULL;
-    fs_status st;
-    FS_CALL(NULL, st, fs_job_join(&join, &job));
-    if (st != FS_OK) {
-        fs_job_close(job);
-        return fs_raise(st, NULL);
-    }
-    fs_job_set_interrupted(job, check_signals, NULL);
-    return new_job(job, -1, -1);
-}
-
-static void
-job_dealloc(PyObject *object)
-{
-    fs_py_job *self = (fs_py_job *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    fs_job_close(self->job);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
-static fs_job *
-open_job(PyObject *object)
-{
-    fs_job *job = ((fs_py_job *)object)->job;
-    if (job == NULL) {
-        (void)FS_FAIL(FS_ESTATE, "the job is closed");
-        (void)fs_raise(FS_ESTATE, NULL);
-    }
-    return job;
-}
-
-static PyObject *
-job_leave(PyObject *self, PyObject *args)
-{
-    int rank;
-    const char *reason;
-    if (!PyArg_ParseTuple(args, "iz:leave", &rank, &reason)) {
-        return NULL;
-    }
-    fs_job_leave(((fs_py_job *)self)->job, rank, reason);
-    Py_RETURN_NONE;
-}
-
-static PyObject *
-job_interrupt(PyObject *self, PyObject *Py_UNUSED(ignored))
-{
-    if (((fs_py_job *)self)->job != NULL) {
-        fs_job_interrupt(((fs_py_job *)self)->job);
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *
-job_close(PyObject *object, PyObject *Py_UNUSED(ignored))
-{
-    fs_py_job *self = (fs_py_job *)object;
-    fs_job_close(self->job);
-    self->job = NULL;
-    Py_RETURN_NONE;
-}
-
-static PyObject *
-job_report(PyObject *self, PyObject *Py_UNUSED(ignored))
-{
-    fs_job *job = open_job(self);
-    if (job == NULL) {
-        return NULL;
-    }
-    char text[FS_MESSAGE_NBYTES];
-    fs_job_report(job, text, sizeof text);
-    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-}
-
-static PyObject *
-job_cause(PyObject *self, PyObject *Py_UNUSED(ignored))
-{
-    static const char *const names[] = {
-        [FS_CAUSE_DIED] = "died",         [FS_CAUSE_LEFT] = "left",
-        [FS_CAUSE_TIMEOUT] = "timeout",   [FS_CAUSE_MISMATCH] = "mismatch",
-        [FS_CAUSE_INTERRUPTED] = "interrupted", [FS_CAUSE_ERROR] = "error",
-    };
-    fs_job *job = open_job(self);
-    if (job == NULL) {
-        return NULL;
-    }
-    fs_cause cause = fs_job_cause(job);
-    if (cause.kind == FS_CAUSE_NONE) {
-        Py_RETURN_NONE;
-    }
-    return Py_BuildValue("(si)", names[cause.kind], cause.rank);
-}
-
-static PyObject *
-job_files(PyObject *object, void *Py_UNUSED(closure))
-{
-    fs_py_job *self = (fs_py_job *)object;
-    return Py_BuildValue("(ii)", self->data_fd, self->lock_fd);
-}
+// ---- world --------------------------------------------------------------------------------------
 
 /* Threads of this rank when the caller does not say: FLATSHARD_THREADS, else its share. */
 static int
@@ -306,8 +67,8 @@ choose_threads(long asked, int ranks, size_t *out)
     return 0;
 }
 
-static PyObject *
-job_world(PyObject *object, PyObject *args, PyObject *keywords)
+PyObject *
+fs_py_job_world(PyObject *object, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"rank", "ranks", "timeout", "report_after", "threads", NULL};
     int rank, ranks;
@@ -317,7 +78,7 @@ job_world(PyObject *object, PyObject *args, PyObject *keywords)
                                      &deadlines.timeout_s, &deadlines.report_after_s, &threads)) {
         return NULL;
     }
-    fs_job *job = open_job(object);
+    fs_job *job = fs_py_job_get(object);
     if (job == NULL) {
         return NULL;
     }
@@ -358,12 +119,10 @@ job_world(PyObject *object, PyObject *args, PyObject *keywords)
     }
     fs_world_set_interrupted(self->world, look_up, self);
     if (!fs_job_is_threads(job)) {
-        note_caller(self->world); /* of init(): all that is known until the first operation */
+        fs_py_note_caller(self->world); /* of init(): all that is known until the first operation */
     }
     return (PyObject *)self;
 }
-
-// ---- world --------------------------------------------------------------------------------------
 
 fs_world *
 fs_py_world_get(PyObject *object)
@@ -624,45 +383,7 @@ alloc_fail_at(PyObject *Py_UNUSED(module), PyObject *arg)
     return PyLong_FromSize_t(fs_alloc_fail_at((size_t)nth));
 }
 
-// ---- types --------------------------------------------------------------------------------------
-
-#define KEYWORDS(function) ((PyCFunction)(void (*)(void))(function))
-
-static PyMethodDef job_methods[] = {
-    {"world", KEYWORDS(job_world), METH_VARARGS | METH_KEYWORDS,
-     "world($self, /, rank, ranks, timeout, report_after, threads)\n--\n\n"
-     "This rank's world of the whole job; collective. threads 0: this rank's share of ranks."},
-    {"leave", job_leave, METH_VARARGS,
-     "leave($self, rank, reason, /)\n--\n\nMarks a rank as gone; reason None: a clean end."},
-    {"interrupt", job_interrupt, METH_NOARGS,
-     "interrupt($self, /)\n--\n\nEnds every wait of the job."},
-    {"report", job_report, METH_NOARGS,
-     "report($self, /)\n--\n\nWho has come, who has not, and why."},
-    {"cause", job_cause, METH_NOARGS,
-     "cause($self, /)\n--\n\n(kind, rank) of what ended the job, or None."},
-    {"close", job_close, METH_NOARGS, "close($self, /)\n--\n\nDrops this reference."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyGetSetDef job_getset[] = {
-    {"files", job_files, NULL, "(data, locks): descriptors for children of job_create", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-static PyType_Slot job_slots[] = {
-    {Py_tp_dealloc, (void *)job_dealloc},
-    {Py_tp_methods, job_methods},
-    {Py_tp_getset, job_getset},
-    {Py_tp_doc, "The ranks' shared fate. Made by job_threads, job_create or job_join."},
-    {0, NULL},
-};
-
-static PyType_Spec job_spec = {
-    .name = "flatshard._core.Job",
-    .basicsize = sizeof(fs_py_job),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = job_slots,
-};
+// ---- type ---------------------------------------------------------------------------------------
 
 static const PyMethodDef life_methods[] = {
     {"leave", world_leave, METH_O,
@@ -716,30 +437,21 @@ static PyType_Spec world_spec = {
 };
 
 static PyMethodDef functions[] = {
-    {"job_threads", job_threads, METH_O,
-     "job_threads($module, n, /)\n--\n\nA job whose n ranks are threads of this process."},
-    {"job_create", job_create, METH_O,
-     "job_create($module, size, /)\n--\n\nThe state of a job of processes, for a launcher."},
-    {"job_join", KEYWORDS(job_join), METH_VARARGS | METH_KEYWORDS,
-     "job_join($module, /, rank, size, name, folder, data_fd, lock_fd, timeout)\n--\n\n"
-     "Joins a job of processes of this host."},
     {"wait_fault_at", wait_fault_at, METH_VARARGS,
      "wait_fault_at($module, nth, what, /)\n--\n\nTest hook: the nth wait kills (1), stops (2) or "
-     "fails "
-     "(3). Returns waits since the last call."},
+     "fails (3). Returns waits since the last call."},
     {"wait_set_delay", wait_set_delay, METH_VARARGS,
      "wait_set_delay($module, seed, max_us, /)\n--\n\nTest hook: waits sleep a random time first."},
     {"alloc_fail_at", alloc_fail_at, METH_O,
      "alloc_fail_at($module, nth, /)\n--\n\nTest hook: the nth allocation fails. Returns "
-     "allocations "
-     "since the last call."},
+     "allocations since the last call."},
     {NULL, NULL, 0, NULL},
 };
 
 int
 fs_py_add_world(PyObject *module)
 {
-    set_package_folder(module);
+    fs_py_set_package_folder(module);
     size_t n = 0;
     const PyMethodDef *const parts[] = {life_methods, fs_py_collect_methods};
     for (size_t p = 0; p < 2; p++) {
@@ -747,11 +459,10 @@ fs_py_add_world(PyObject *module)
             world_methods[n++] = *method;
         }
     }
-    job_type = (PyTypeObject *)PyType_FromSpec(&job_spec);
     world_type = (PyTypeObject *)PyType_FromSpec(&world_spec);
-    if (job_type == NULL || world_type == NULL ||
-        PyModule_AddObjectRef(module, "Job", (PyObject *)job_type) < 0 ||
-        PyModule_AddObjectRef(module, "World", (PyObject *)world_type) < 0) {
+    if (world_type == NULL ||
+        PyModule_AddObjectRef(module, "World", (PyObject *)world_type) < 0 ||
+        fs_py_add_job(module) < 0) {
         return -1;
     }
     return PyModule_AddFunctions(module, functions);

@@ -1,4 +1,4 @@
-/* What py_world.c (life of jobs and worlds) and py_collect.c (collectives) share. */
+/* What py_call.c, py_job.c, py_world.c and py_collect.c (collectives) share. */
 #ifndef FS_BINDING_PY_WORLD_H
 #define FS_BINDING_PY_WORLD_H
 
@@ -18,6 +18,19 @@ typedef struct fs_py_world {
     size_t threads;
     PyObject *on_event; /* called with the text of each event, or NULL */
 } fs_py_world;
+
+/* Of py_call.c. Frames in the folder of the package are ours, not the caller's. */
+void fs_py_set_package_folder(PyObject *module);
+void fs_py_note_caller(fs_world *world);
+/* Runs Python's signal handlers (they run in the main thread only); true if one raised. */
+bool fs_py_check_signals(void *ctx);
+
+/* Of py_job.c. */
+int fs_py_add_job(PyObject *module);
+fs_job *fs_py_job_get(PyObject *job);
+
+/* Job.world, of py_world.c. */
+PyObject *fs_py_job_world(PyObject *job, PyObject *args, PyObject *keywords);
 
 /* The methods of py_collect.c, ended by a NULL name; py_world.c puts them into the type. */
 extern const PyMethodDef fs_py_collect_methods[];

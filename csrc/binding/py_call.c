@@ -1,0 +1,83 @@
+/* One call of the core: whose line it is, that it is the only one, and what signals do
+ * meanwhile. */
+#include "py_world.h"
+
+#include <frameobject.h> /* PyFrame_GetBack: not in Python.h before 3.11 */
+#include <string.h>
+
+/* Folder of the package, with the separator: frames in it are ours, not the caller's. */
+static char package_folder[1024];
+static size_t package_folder_n;
+
+void
+fs_py_set_package_folder(PyObject *module)
+{
+    PyObject *file = PyModule_GetFilenameObject(module);
+    const char *path = file != NULL ? PyUnicode_AsUTF8(file) : NULL;
+    const char *slash = path != NULL ? strrchr(path, '/') : NULL;
+    size_t n = slash != NULL ? (size_t)(slash - path) + 1 : 0;
+    if (n != 0 && n < sizeof package_folder) {
+        memcpy(package_folder, path, n);
+        package_folder_n = n;
+    }
+    PyErr_Clear(); /* without it reports name our own lines */
+    Py_XDECREF(file);
+}
+
+/* The innermost line that is not flatshard's own. */
+void
+fs_py_note_caller(fs_world *world)
+{
+    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
+    while (frame != NULL) {
+        PyCodeObject *code = PyFrame_GetCode(frame);
+        const char *file = PyUnicode_AsUTF8(code->co_filename);
+        PyFrameObject *back = NULL;
+        if (file == NULL) {
+            PyErr_Clear();
+        } else if (package_folder_n != 0 && strncmp(file, package_folder, package_folder_n) == 0) {
+            back = PyFrame_GetBack(frame);
+        } else {
+            fs_world_note_line(world, file, PyFrame_GetLineNumber(frame));
+        }
+        Py_DECREF(code);
+        Py_DECREF(frame);
+        frame = back;
+    }
+}
+
+fs_status
+fs_call_begin(fs_world *world)
+{
+    if (world == NULL) {
+        return FS_OK;
+    }
+    if (!fs_world_enter(world)) {
+        return FS_FAIL(FS_ESTATE,
+                       "this world is in a call already: one thread of a rank uses it at a "
+                       "time, and a signal handler not at all");
+    }
+    fs_py_note_caller(world);
+    return FS_OK;
+}
+
+fs_status
+fs_call_end(fs_world *world, fs_status status)
+{
+    if (world != NULL) {
+        fs_world_exit(world);
+    }
+    return status == FS_OK && PyErr_Occurred()
+               ? FS_FAIL(FS_ABORTED, "a signal handler raised during a wait")
+               : status;
+}
+
+/* Runs Python's signal handlers (they run in the main thread only); true if one raised. */
+bool
+fs_py_check_signals(void *Py_UNUSED(ctx))
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    bool stop = PyErr_Occurred() != NULL || PyErr_CheckSignals() < 0;
+    PyGILState_Release(state);
+    return stop;
+}
