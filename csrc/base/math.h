@@ -47,6 +47,14 @@ fs_bits_of_f64(double x)
     return bits;
 }
 
+FS_HD double
+fs_f64_of_bits(uint64_t bits)
+{
+    double x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 /* Neither infinite nor NaN: decided on the exponent's bits, which no compiler flag can fold away. */
 FS_HD int
 fs_f32_is_finite(float x)

@@ -312,7 +312,7 @@ kernels_sum(PyObject *object, PyObject *args, PyObject *kwargs)
     }
     if (st == FS_OK) {
         FS_OPERATE(exec->device->sum(exec, &sum));
-        result = Py_BuildValue("(dN)", sum.sumsq, PyBool_FromLong(sum.finite));
+        result = Py_BuildValue("(dNd)", sum.sumsq, PyBool_FromLong(sum.finite), sum.absmax);
     } else {
         (void)fs_raise(st, NULL);
     }
@@ -580,7 +580,8 @@ static PyMethodDef methods[] = {
      "find_nonfinite($self, x, /)\n--\n\nIndex of the first element that is not finite, or len(x)."},
     {"sum", FS_KEYWORDS(kernels_sum),
      "sum($self, acc, sources, *, accumulate=False)\n--\n\n"
-     "acc = (acc +) sum of sources in order; None is absent. Returns (sum of squares, finite)."},
+     "acc = (acc +) sum of sources in order; None is absent. Returns (sum of squares, finite, "
+     "largest magnitude)."},
     {"update", FS_KEYWORDS(kernels_update),
      "update($self, rule, grad, *, weight=None, master=None, weight_read=None, moment1=None, "
      "moment2=None, moment3=None, grad_scale=1.0, lr=0.0, decay=0.0, beta1=0.0, beta2=0.0, one_minus_beta1=0.0, "

@@ -391,14 +391,18 @@ static PyObject *
 shards_agree(PyObject *self, PyObject *args)
 {
     double max_norm;
-    int skip;
+    int norm, skip;
     py_shards *object;
-    if (!PyArg_ParseTuple(args, "dp:agree", &max_norm, &skip) || (object = enter(self)) == NULL) {
+    if (!PyArg_ParseTuple(args, "dip:agree", &max_norm, &norm, &skip) || (object = enter(self)) == NULL) {
         return NULL;
+    }
+    if (norm < 0 || norm >= FS_NORM_COUNT) {
+        object->busy = false;
+        return PyErr_Format(PyExc_ValueError, "norm %d of %d", norm, (int)FS_NORM_COUNT);
     }
     fs_verdict v;
     fs_status status;
-    SHARDS_CALL(object, status, fs_step_agree(object->shards, max_norm, skip != 0, &v));
+    SHARDS_CALL(object, status, fs_step_agree(object->shards, max_norm, (fs_grad_norm)norm, skip != 0, &v));
     if (status != FS_OK) {
         return fs_raise(status, object->world);
     }
@@ -633,7 +637,7 @@ static PyMethodDef shards_methods[] = {
     {"set_loss_scale", shards_set_loss_scale, METH_VARARGS,
      "set_loss_scale($self, scale, /)\n--\n\nBy what gradients come multiplied; 0: nothing."},
     {"agree", shards_agree, METH_VARARGS,
-     "agree($self, max_norm, skip, /)\n--\n\n"
+     "agree($self, max_norm, norm, skip, /)\n--\n\n"
      "(applied, reason, norm, clip, bad_param, bad_rank, count). Collective."},
     {"finish", shards_finish, METH_VARARGS,
      "finish($self, rule, groups, group_of, steps, /)\n--\n\nUpdates and publishes. Collective."},

@@ -42,8 +42,8 @@ typedef struct fs_exec {
 /* acc = sum over r in rank order of src[r], or acc + that sum; summed in fp32 (fp64 for fp64
  * sources), stored in acc_dtype. A NULL source is a rank without a gradient, and adds nothing (not
  * zero: a lone -0 stays); without any source the sum is 0. One pass also gives the
- * fp64 sum of squares of what was written (squares in fp64: no overflow at 1e30, no loss at 1e-30)
- * and whether all of it is finite. */
+ * fp64 sum of squares of what was written (squares in fp64: no overflow at 1e30, no loss at 1e-30),
+ * its largest magnitude, and whether all of it is finite. */
 typedef struct fs_sum {
     const void *const *src; /* src_n pointers to n elements of src_dtype; entries may be NULL */
     size_t src_n;
@@ -52,8 +52,9 @@ typedef struct fs_sum {
     fs_dtype acc_dtype;
     bool accumulate;
     size_t n;
-    double sumsq; /* out */
-    bool finite;  /* out */
+    double sumsq;  /* out */
+    double absmax; /* out; infinite or NaN where not all is finite */
+    bool finite;   /* out */
 } fs_sum;
 
 // ---- optimizer update ---------------------------------------------------------------------------

@@ -352,6 +352,7 @@ sum_segment(fs_shards *shards, uint64_t k, const fs_seg *seg)
     shards->exec->device->sum(shards->exec, &sum);
     if (seg->cut == shards->rank) {
         shards->sumsq[seg - shards->layout->segs] = sum.sumsq;
+        shards->absmax[seg - shards->layout->segs] = sum.absmax;
         if (!sum.finite) {
             blame(shards, seg, n);
         }
@@ -408,6 +409,7 @@ fs_grad_reset(fs_shards *shards)
 {
     memset(shards->had, 0, (size_t)shards->layout->params_n);
     memset(shards->sumsq, 0, shards->layout->segs_n * sizeof *shards->sumsq);
+    memset(shards->absmax, 0, shards->layout->segs_n * sizeof *shards->absmax);
     shards->rounds = 0;
     shards->count = 0;
     shards->has_count = shards->has_plain = false;

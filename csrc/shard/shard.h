@@ -274,6 +274,9 @@ typedef enum fs_reason {
     FS_SKIP_NO_GRADIENT = 4
 } fs_reason;
 
+/* Of all gradients as one vector: Euclidean, or the largest magnitude. */
+typedef enum fs_grad_norm { FS_NORM_2 = 0, FS_NORM_INF = 1, FS_NORM_COUNT } fs_grad_norm;
+
 /* A pure function of the records of all ranks: equal on all of them. */
 typedef struct fs_verdict {
     bool applied;
@@ -287,9 +290,10 @@ typedef struct fs_verdict {
 
 /* Settles (everyone's contributions are in) and agrees: the write fence. max_norm <= 0: no clipping.
  * local_skip: this rank wants the step skipped (an error in its batch). A second call before
- * fs_step_finish returns the same verdict and costs nothing (max_norm must be equal). */
+ * fs_step_finish returns the same verdict and costs nothing (max_norm and norm must be equal, here and
+ * on all ranks). */
 FS_NODISCARD fs_status
-fs_step_agree(fs_shards *shards, double max_norm, bool local_skip, fs_verdict *out);
+fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm, bool local_skip, fs_verdict *out);
 
 /* Updates the kept segments with hyper[param] (params_n entries) if the verdict applied, publishes:
  * the read fence. No signal, allocation or Python in between. had[param] tells which parameters had a

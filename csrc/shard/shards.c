@@ -77,6 +77,7 @@ open_lists(fs_shards *shards)
     FS_TRY(fs_calloc((size_t)layout->params_n, 1, &shards->had));
     FS_TRY(fs_calloc((size_t)layout->params_n, sizeof *shards->hyper, &shards->hyper));
     FS_TRY(fs_calloc(layout->segs_n, sizeof *shards->sumsq, &shards->sumsq));
+    FS_TRY(fs_calloc(layout->segs_n, sizeof *shards->absmax, &shards->absmax));
     for (int u = 0; u < layout->units_n; u++) {
         shards->units[u].pool = -1;
     }
@@ -246,6 +247,7 @@ fs_shards_close(fs_shards *shards)
     fs_free(shards->had);
     fs_free(shards->hyper);
     fs_free(shards->sumsq);
+    fs_free(shards->absmax);
     fs_layout_free(shards->layout);
     fs_world_release(shards->world);
     fs_free(shards);

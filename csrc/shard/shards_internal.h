@@ -83,12 +83,14 @@ struct fs_shards {
     bool has_count, has_plain; /* a count was given; a round without one was ended */
     unsigned char *had; /* [params_n] a rank had a gradient in this step */
     double *sumsq;      /* [segs_n] of what was last written to acc; own cut only */
+    double *absmax;     /* [segs_n] likewise: its largest magnitude */
     int bad_param, bad_rank;
 
     double loss_scale; /* 0: none */
     double prescale;   /* 0: none */
     bool settled, agreed;
     double agreed_max_norm;
+    fs_grad_norm agreed_norm;
     fs_verdict verdict;
     bool in_step; /* between agree and published: weights are torn if the job ends here */
     fs_hyper *hyper;    /* [params_n] scratch of the optimizer */

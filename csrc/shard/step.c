@@ -19,11 +19,13 @@ make_record(const fs_shards *shards, bool local_skip)
 {
     const fs_layout *layout = shards->layout;
     fs_payload record = {.u = {0}};
-    double sumsq = 0.0;
+    double sumsq = 0.0, absmax = 0.0;
     bool gradient = false;
     for (fs_seg_range s = fs_segs(layout, shards->rank, -1); s.seg < s.end; s.seg++) {
         if (s.seg->pos_n != FS_FROZEN && shards->had[s.seg->param]) {
             sumsq += shards->sumsq[s.seg - layout->segs];
+            double largest = shards->absmax[s.seg - layout->segs];
+            absmax = largest > absmax ? largest : absmax; /* NaN: told by bad_param */
         }
     }
     for (int p = 0; p < layout->params_n; p++) {
@@ -35,18 +37,20 @@ make_record(const fs_shards *shards, bool local_skip)
                   (local_skip ? RECORD_SKIP : 0u) | (gradient ? RECORD_GRADIENT : 0u);
     record.i[3] = shards->bad_param;
     record.i[4] = shards->bad_rank;
+    record.d[5] = absmax;
     return record;
 }
 
 /* The verdict: a pure function of all records, so that every rank holds the same. */
 static fs_verdict
-fold(const fs_payload *records, int size, double max_norm, double factor, bool scaled)
+fold(const fs_payload *records, int size, double max_norm, fs_grad_norm norm, double factor, bool scaled)
 {
     fs_verdict verdict = {.bad_param = -1, .bad_rank = -1, .clip = 1.0};
-    double sumsq = 0.0;
+    double sumsq = 0.0, absmax = 0.0;
     uint64_t flags = 0;
     for (int r = 0; r < size; r++) {
         sumsq += records[r].d[0];
+        absmax = records[r].d[5] > absmax ? records[r].d[5] : absmax;
         verdict.count += records[r].i[1];
         flags |= records[r].u[2];
         int64_t param = records[r].i[3];
@@ -60,7 +64,7 @@ fold(const fs_payload *records, int size, double max_norm, double factor, bool s
     double divisor = (flags & RECORD_HAS_COUNT) ? (double)(verdict.count > 0 ? verdict.count : 1)
                                                 : (double)size;
     divisor *= factor; /* a power of two: exact */
-    verdict.norm = sqrt(sumsq) / divisor;
+    verdict.norm = (norm == FS_NORM_INF ? absmax : sqrt(sumsq)) / divisor;
     if (max_norm > 0.0) {
         double clip = max_norm / (verdict.norm + 1e-6); /* torch's form */
         verdict.clip = clip < 1.0 ? clip : 1.0;
@@ -141,8 +145,12 @@ fs_step_begin_next(fs_shards *shards)
                           memory_order_release);
 }
 
+static const char *const norm_names[FS_NORM_COUNT] = {
+    [FS_NORM_2] = "2-norm", [FS_NORM_INF] = "infinity-norm",
+};
+
 fs_status
-fs_step_agree(fs_shards *shards, double max_norm, bool local_skip, fs_verdict *out)
+fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm, bool local_skip, fs_verdict *out)
 {
     FS_TRY(fs_shards_ready(shards));
     if (shards->agreed) {
@@ -150,6 +158,10 @@ fs_step_agree(fs_shards *shards, double max_norm, bool local_skip, fs_verdict *o
         if (!same) {
             return FS_FAIL(FS_EINVAL, "rank %d: max_norm is %g, but grad_norm() agreed on %g", shards->rank,
                            max_norm, shards->agreed_max_norm);
+        }
+        if (norm != shards->agreed_norm) {
+            return FS_FAIL(FS_EINVAL, "rank %d: the norm is the %s, but grad_norm() agreed on the %s",
+                           shards->rank, norm_names[norm], norm_names[shards->agreed_norm]);
         }
         *out = shards->verdict;
         return FS_OK;
@@ -161,7 +173,7 @@ fs_step_agree(fs_shards *shards, double max_norm, bool local_skip, fs_verdict *o
     memcpy(&what.nbytes, &max_norm, sizeof what.nbytes);
     double factor = fs_shards_gradient_factor(shards);
     memcpy(&scale_bits, &factor, sizeof scale_bits);
-    what.tag ^= scale_bits;
+    what.tag ^= scale_bits ^ (uint64_t)norm; /* a power of two has no bits down there */
     FS_TRY(fs_meet(shards->world, &what, &record, shards->records, 0));
     fs_step_begin_next(shards);
     fs_status st = check_counts(shards);
@@ -169,9 +181,10 @@ fs_step_agree(fs_shards *shards, double max_norm, bool local_skip, fs_verdict *o
         fs_grad_reset(shards);
         return st;
     }
-    shards->verdict = fold(shards->records, shards->size, max_norm, fs_shards_gradient_factor(shards),
-                           shards->loss_scale > 0.0);
+    shards->verdict = fold(shards->records, shards->size, max_norm, norm,
+                           fs_shards_gradient_factor(shards), shards->loss_scale > 0.0);
     shards->agreed_max_norm = max_norm;
+    shards->agreed_norm = norm;
     shards->agreed = true;
     *out = shards->verdict;
     return FS_OK;

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from ._scaler import Scaler
 from .errors import NonFiniteError
-from .policy import LossScale
 from .shard import Shards
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
 
 _log = logging.getLogger("flatshard")
 
+#: In the order in which the core numbers them.
+_NORMS = (2.0, math.inf)
 _REASONS = ("applied", "nonfinite", "overflow", "rank_skipped", "no_gradient")
 
 
@@ -44,7 +46,8 @@ class StepResult:
     step : int
         Steps applied so far, this one included.
     grad_norm : float
-        2-norm of the averaged gradient over all ranks, before clipping; NaN when not finite.
+        Norm of the averaged gradient over all ranks, before clipping; NaN when not finite. The
+        2-norm, unless the step was asked for another.
     clip_coef : float
         What the gradient was multiplied by to respect ``max_norm``; 1 without clipping.
     loss_scale : float
@@ -133,59 +136,6 @@ class ParamGroup:
         )
 
 
-class _Scaler:
-    """The loss scale in motion. Fed with verdicts, which are equal on all ranks, so it is too."""
-
-    def __init__(self, policy: LossScale | float | None) -> None:
-        if isinstance(policy, (int, float)):
-            policy = LossScale(initial=float(policy), dynamic=False, minimum=float(policy))
-        self.policy = policy
-        self.scale = policy.initial if policy is not None else 1.0
-        self.clean = 0
-        self.patience = policy.hysteresis if policy is not None else 0
-
-    @property
-    def core(self) -> float:
-        """What the core is told: 0 for no scaling."""
-        return self.scale if self.policy is not None else 0.0
-
-    def follow(self, reason: str) -> None:
-        """Next scale after a verdict.
-
-        Raises
-        ------
-        NonFiniteError
-            An overflow at the floor, or with a static scale of which there is no lower one.
-        """
-        policy = self.policy
-        if policy is None or not policy.dynamic:
-            return
-        if reason == "applied":
-            self.clean += 1
-            if self.clean >= policy.window:
-                self.scale = min(self.scale * policy.factor, 2.0**60)
-                self.clean, self.patience = 0, policy.hysteresis
-        elif reason == "overflow":
-            self.clean = 0
-            self.patience -= 1
-            if self.patience > 0:
-                return
-            if self.scale <= policy.minimum:
-                raise NonFiniteError(
-                    f"gradients overflow at the lowest loss scale, {policy.minimum:g}"
-                )
-            self.scale = max(self.scale / policy.factor, policy.minimum)
-            self.patience = policy.hysteresis
-
-    def state(self) -> dict[str, float]:
-        return {"scale": self.scale, "clean": self.clean, "patience": self.patience}
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        self.scale = float(state["scale"])
-        self.clean = int(state["clean"])
-        self.patience = int(state["patience"])
-
-
 class Optimizer:
     """What all optimizers have in common. Not for use by itself.
 
@@ -230,7 +180,8 @@ class Optimizer:
         self._skips_in_row = 0
         self._skip_reason: str | None = None
         self._max_norm: float | None = None
-        self._scaler = _Scaler(self._shards.policy.precision.loss_scale)
+        self._norm_type = 2.0
+        self._scaler = Scaler(self._shards.policy.precision.loss_scale)
         self._shards._core.set_loss_scale(self._scaler.core)
 
     def __repr__(self) -> str:
@@ -327,7 +278,14 @@ class Optimizer:
         """
         self._skip_reason = reason
 
-    def _agree(self, max_norm: float | None) -> tuple[bool, int, float, float, int, int, int]:
+    def _agree(
+        self, max_norm: float | None, norm_type: float
+    ) -> tuple[bool, int, float, float, int, int, int]:
+        if norm_type not in _NORMS:
+            raise ValueError(
+                f"norm_type={norm_type!r}: this version has the 2-norm (2.0) and the infinity-norm "
+                "(math.inf)"
+            )
         if max_norm is not None and not (max_norm > 0 and math.isfinite(max_norm)):
             if max_norm == math.inf:
                 max_norm = None  # no clipping, as torch has it
@@ -335,10 +293,12 @@ class Optimizer:
                 raise ValueError(f"max_norm={max_norm!r}: expected a number above 0, or None")
         self._shards.end_micro_batch()
         verdict: tuple[bool, int, float, float, int, int, int]
-        verdict = self._shards._core.agree(max_norm or 0.0, self._skip_reason is not None)
+        verdict = self._shards._core.agree(
+            max_norm or 0.0, _NORMS.index(norm_type), self._skip_reason is not None
+        )
         return verdict
 
-    def grad_norm(self, *, max_norm: float | None = None) -> float:
+    def grad_norm(self, *, max_norm: float | None = None, norm_type: float = 2.0) -> float:
         """Phase one of a step: every rank's gradients are in, and all agree on the norm.
         Collective.
 
@@ -346,23 +306,42 @@ class Optimizer:
         ----------
         max_norm : float, optional
             Norm to clip to; remembered for :meth:`step`, which then does not repeat the work.
+        norm_type : float
+            2.0, or ``math.inf`` for the largest magnitude; the same on every rank, and remembered
+            likewise.
 
         Returns
         -------
         float
-            2-norm of the averaged gradient over all ranks, before clipping; NaN when not finite.
+            Norm of the averaged gradient over all ranks, before clipping; NaN when not finite. A
+            tied parameter counts once, a frozen one not at all.
+
+        Raises
+        ------
+        ValueError
+            A ``norm_type`` other than these two. Nothing moved.
         """
-        verdict = self._agree(max_norm)
+        verdict = self._agree(max_norm, norm_type)
         self._max_norm = max_norm
+        self._norm_type = norm_type
         return verdict[2]
 
-    def step(self, *, max_norm: float | None = None, lr: float | None = None) -> StepResult:
+    def step(
+        self,
+        *,
+        max_norm: float | None = None,
+        norm_type: float | None = None,
+        lr: float | None = None,
+    ) -> StepResult:
         """Average, clip, update and publish. Collective.
 
         Parameters
         ----------
         max_norm : float, optional
-            Clip the global 2-norm of the averaged gradient to this.
+            Clip the global norm of the averaged gradient to this.
+        norm_type : float, optional
+            2.0, or ``math.inf`` for the largest magnitude; None: what :meth:`grad_norm` was asked
+            for, else 2.0.
         lr : float, optional
             Learning rate of this and later steps, for groups without one of their own.
 
@@ -391,9 +370,12 @@ class Optimizer:
         core = [group.core() for group in self.groups]  # checked before anything is agreed on
         if max_norm is None:
             max_norm = self._max_norm
-        applied, reason, norm, clip, bad_param, bad_rank, count = self._agree(max_norm)
+        if norm_type is None:
+            norm_type = self._norm_type
+        applied, reason, norm, clip, bad_param, bad_rank, count = self._agree(max_norm, norm_type)
         self._shards._core.finish(self._rule, core, self._group_of, self._steps)
-        skip_reason, self._skip_reason, self._max_norm = self._skip_reason, None, None
+        skip_reason, self._skip_reason = self._skip_reason, None
+        self._max_norm, self._norm_type = None, 2.0
         nonfinite = None
         if bad_param >= 0:
             nonfinite = (self._shards.parameters[bad_param].name, bad_rank)
@@ -443,7 +425,7 @@ class Optimizer:
         """Drop the gradients since the last step. Collective."""
         self._shards.end_micro_batch()
         self._shards._core.grad_drop()
-        self._max_norm = None
+        self._max_norm, self._norm_type = None, 2.0
 
     # -- checkpoints ------------------------------------------------------------------------------
 

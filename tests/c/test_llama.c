@@ -168,7 +168,7 @@ train(fs_world *world, run_way *how)
         CHECK(mine.sum == again.sum && mine.tokens == again.tokens, "%.17g, %.17g", mine.sum,
               again.sum);
         CHECK_OK(fs_llama_loss_sum(llama, &mine, &sum));
-        CHECK_OK(fs_step_agree(shards, 1.0, false, &verdict));
+        CHECK_OK(fs_step_agree(shards, 1.0, FS_NORM_2, false, &verdict));
         CHECK(verdict.applied && verdict.count == sum.tokens, "step %d: reason %d", step,
               (int)verdict.reason);
         CHECK_OK(fs_optimizer_finish(shards, FS_RULE_SGD, &group, group_of, steps));

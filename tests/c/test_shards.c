@@ -100,7 +100,7 @@ run_rank(void *context)
             bring_round(shards, args, step, round);
         }
         fs_verdict verdict;
-        CHECK_OK(fs_step_agree(shards, 0.0, false, &verdict));
+        CHECK_OK(fs_step_agree(shards, 0.0, FS_NORM_2, false, &verdict));
         int64_t count = 0;
         for (int r = 0; r < args->size; r++) {
             count += rounds_of(r, step);

@@ -27,6 +27,23 @@ from flatshard import _core
 pytestmark = pytest.mark.quick
 
 
+def absmax(x: Array) -> float:
+    return float(np.abs(x.astype(np.float64)).max(initial=0.0))
+
+
+@pytest.mark.parametrize("place", [0, 5, 15, 16, 1023, 1024, 1030, 33000, 69999, 70000])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_largest_magnitude_wherever_it_is(
+    kernels: _core.Kernels, dtype: np.dtype, place: int
+) -> None:
+    """In every lane, in the rest of a vector, in the last tile; negative; huge and subnormal."""
+    for value in (-2.0, 3e4, -1e-5) if dtype == F16 else (-2.0, 1e30, -1e-30, 1e-39):
+        x = np.full(70001, value / 4, dtype)
+        x[place] = value
+        acc = np.empty(70001, dtype)
+        assert kernels.sum(acc, [x])[2] == abs(float(x[place]))
+
+
 @pytest.mark.parametrize("world", [*range(1, 10), 17])
 def test_sum_in_rank_order(kernels: _core.Kernels, rng: np.random.Generator, world: int) -> None:
     for n in LENGTHS:
@@ -37,24 +54,24 @@ def test_sum_in_rank_order(kernels: _core.Kernels, rng: np.random.Generator, wor
                     sources[r] = None
             want = rank_sum(sources, n)
             acc = mixed(rng, n, offset=1)
-            got, finite = kernels.sum(acc, sources)
+            got, finite, largest = kernels.sum(acc, sources)
             assert same_bits(acc, want)
-            assert got == sumsq(want)
+            assert got == sumsq(want) and largest == absmax(want)
             assert finite is True
 
             old = mixed(rng, n)
             acc = old.copy()
-            got, finite = kernels.sum(acc, sources, accumulate=True)
+            got, finite, largest = kernels.sum(acc, sources, accumulate=True)
             assert same_bits(acc, old + want)
-            assert got == sumsq(old + want)
+            assert got == sumsq(old + want) and largest == absmax(old + want)
 
 
 def test_absent_everywhere(kernels: _core.Kernels) -> None:
     acc = np.full(2000, np.nan, np.float32)
-    assert kernels.sum(acc, [None, None, None]) == (0.0, True)
+    assert kernels.sum(acc, [None, None, None]) == (0.0, True, 0.0)
     assert not acc.any()
     acc[:] = 3.0
-    assert kernels.sum(acc, [], accumulate=True) == (18000.0, True)
+    assert kernels.sum(acc, [], accumulate=True) == (18000.0, True, 3.0)
     assert (acc == 3.0).all()
 
 
@@ -67,9 +84,9 @@ def test_low_precision_is_summed_in_fp32_and_rounded_once(
         sources = [normal(rng, n, src) for _ in range(5)]
         want = rounded(rank_sum(sources, n).astype(np.float64), dst).astype(dst)
         acc = np.zeros(n, dst)
-        got, finite = kernels.sum(acc, sources)
+        got, finite, largest = kernels.sum(acc, sources)
         assert same_bits(acc, want)
-        assert got == sumsq(want) and finite
+        assert got == sumsq(want) and finite and largest == absmax(want)
 
 
 def test_small_contributions_of_low_precision_are_kept(kernels: _core.Kernels) -> None:
@@ -85,9 +102,9 @@ def test_fp64(kernels: _core.Kernels, rng: np.random.Generator) -> None:
     for n in LENGTHS:
         sources = [rng.standard_normal(n) for _ in range(3)]
         acc = np.empty(n, F64)
-        got, _ = kernels.sum(acc, sources)
+        got, _, largest = kernels.sum(acc, sources)
         want = sources[0] + sources[1] + sources[2]
-        assert same_bits(acc, want) and got == sumsq(want)
+        assert same_bits(acc, want) and got == sumsq(want) and largest == absmax(want)
         narrow = np.empty(n, F32)
         kernels.sum(narrow, sources)
         assert same_bits(narrow, want.astype(np.float32))
@@ -109,9 +126,9 @@ def test_one_bad_element_anywhere(
         x[n - 1] = bad
         assert kernels.find_nonfinite(x) == place
         acc = np.zeros(n, F64 if dtype == F64 else F32)
-        value, finite = kernels.sum(acc, [normal(rng, n, dtype), x])
+        value, finite, largest = kernels.sum(acc, [normal(rng, n, dtype), x])
         assert finite is False
-        assert not np.isfinite(value)
+        assert not np.isfinite(value) and not np.isfinite(largest)
         assert not np.isfinite(acc[place])
     assert kernels.find_nonfinite(np.arange(5, dtype=np.int32)) == 5
 
@@ -119,12 +136,12 @@ def test_one_bad_element_anywhere(
 def test_a_sum_that_overflows_is_not_finite(kernels: _core.Kernels) -> None:
     x = np.full(40, 3e38, np.float32)
     acc = np.empty(40, np.float32)
-    assert kernels.sum(acc, [x, x]) == (np.inf, False)
+    assert kernels.sum(acc, [x, x]) == (np.inf, False, np.inf)
     half = np.full(40, 60000, F16)
     low = np.empty(40, F16)
-    assert kernels.sum(low, [half, half]) == (np.inf, False)
+    assert kernels.sum(low, [half, half]) == (np.inf, False, np.inf)
     wide = np.empty(40, F32)
-    assert kernels.sum(wide, [half, half]) == (40 * 120000.0**2, True)
+    assert kernels.sum(wide, [half, half]) == (40 * 120000.0**2, True, 120000.0)
 
 
 def test_squares_neither_overflow_nor_vanish(kernels: _core.Kernels) -> None:
@@ -133,7 +150,7 @@ def test_squares_neither_overflow_nor_vanish(kernels: _core.Kernels) -> None:
         want = float(np.sum(x.astype(np.float64) ** 2))
         assert kernels.sumsq(x) == pytest.approx(want, rel=1e-13)
         acc = np.empty_like(x)
-        assert kernels.sum(acc, [x]) == (kernels.sumsq(x), True)
+        assert kernels.sum(acc, [x]) == (kernels.sumsq(x), True, float(np.abs(x).max()))
     # An element that stays finite in fp32 but whose square does not: still finite.
     assert kernels.sum(np.empty(1, np.float32), [np.float32([3e38])])[1] is True
 

@@ -258,6 +258,84 @@ def test_huge_and_tiny_gradients_have_a_norm():
             assert norm == pytest.approx(2 * float(np.float32(value)), rel=1e-12)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_infinity_norm_over_shards(stage, size, rng):
+    """The largest magnitude of the mean, and clipping by it, as torch.nn.utils does."""
+    params = make_params(rng)
+    grads = make_grads(rng, params, size, 1)[0]
+    want = max(float(np.abs(g).max(initial=0)) for g in mean(grads).values())
+    scale = min(1.0, 2.0 / (want + 1e-6))
+
+    def rank(world):
+        shards = fs.shard(params, world, sharding=fs.Sharding(stage))
+        opt = fs.SGD(shards, lr=1.0)
+        reduce_all(shards, grads[world.rank])
+        result = opt.step(max_norm=2.0, norm_type=np.inf)
+        return result.grad_norm, result.clip_coef, {n: shards.full(n) for n in params}
+
+    for norm, coefficient, full in fs.local_world(size).run(rank):
+        assert norm == pytest.approx(want, rel=1e-15)
+        assert coefficient == pytest.approx(scale, rel=1e-15)
+        for name, value in full.items():
+            moved = params[name] - scale * mean(grads)[name]
+            np.testing.assert_allclose(value, moved, rtol=0, atol=2e-6)
+
+
+def test_infinity_norm_of_huge_tiny_tied_and_frozen():
+    def rank(world, value):
+        tied = np.zeros(70, np.float32)
+        params = {"a.w": tied, "b.w": tied, "c.frozen": np.full(3, 9.0, np.float32)}
+        shards = fs.shard(params, world, frozen=["c.frozen"])
+        opt = fs.SGD(shards, lr=0.0)
+        norms = []
+        for kind in (2.0, np.inf):
+            shards.units[0].reduce({"a.w": np.full(70, value, np.float32)})
+            norms.append(opt.step(norm_type=kind).grad_norm)
+        return norms
+
+    for value in (1e30, 1e-30, -3.0):
+        for two, largest in fs.local_world(3).run(rank, value):
+            assert largest == pytest.approx(abs(float(np.float32(value))), rel=1e-6)
+            assert two == pytest.approx(largest * 70**0.5, rel=1e-6)
+
+
+def test_the_norm_is_remembered_and_equal_on_every_rank():
+    def rank(world):
+        shards = fs.shard({"w": np.zeros(4, np.float32)}, world)
+        opt = fs.SGD(shards, lr=1.0)
+        grad = np.array([1.0, -3.0, 0.0, 2.0], np.float32)
+        shards.units[0].reduce({"w": grad})
+        assert opt.grad_norm(max_norm=1.5, norm_type=np.inf) == 3.0
+        with pytest.raises(
+            ValueError, match=r"2-norm, but grad_norm\(\) agreed on the infinity-norm"
+        ):
+            opt.step(norm_type=2.0)
+        assert opt.step().clip_coef == pytest.approx(0.5, rel=1e-6)
+        shards.units[0].reduce({"w": grad})
+        assert opt.step().grad_norm == 14.0**0.5, "the next step has the 2-norm again"
+        for wrong in (1.0, 3.0, -np.inf, 0.0, float("nan"), "fro"):
+            with pytest.raises(ValueError, match="norm_type="):
+                opt.grad_norm(norm_type=wrong)
+        shards.units[0].reduce({"w": np.full(4, np.nan, np.float32)})
+        assert np.isnan(opt.step(norm_type=np.inf).grad_norm)
+        return True
+
+    assert fs.local_world(2).run(rank) == [True] * 2
+
+
+def test_different_norms_on_two_ranks_are_a_mismatch():
+    def rank(world):
+        shards = fs.shard({"w": np.zeros(4, np.float32)}, world)
+        opt = fs.SGD(shards, lr=1.0)
+        shards.units[0].reduce({"w": np.ones(4, np.float32)})
+        with pytest.raises(fs.CollectiveMismatch):
+            opt.step(norm_type=np.inf if world.rank else 2.0)
+        return True
+
+    assert fs.local_world(2).run(rank) == [True] * 2
+
+
 # ---- counts and micro-batches -------------------------------------------------------------------
 
 
