@@ -80,10 +80,11 @@ fs_meet(fs_world *world, const fs_what *what, const fs_payload *mine, fs_payload
         uint64_t expected = k;
         if (atomic_compare_exchange_strong(&page->gate, &expected, k | FS_GATE_ABORTED)) {
             fs_bell(world);
-        } else if (expected == k + 1 && st == FS_ABORTED) {
+        } else if (expected != (k | FS_GATE_ABORTED) && st == FS_ABORTED) {
             st = FS_OK; /* it was finished before we gave up, and that is final */
         }
-    } else if (atomic_load(&page->gate) & FS_GATE_ABORTED) {
+    } else if (atomic_load(&page->gate) == (k | FS_GATE_ABORTED)) {
+        /* Not any aborted gate: a fast rank may have given up on the next fence already. */
         st = fs_world_aborted(world);
     }
     if (st != FS_OK) {

@@ -182,9 +182,43 @@ nosig_body(fs_world *world, void *ctx)
     CHECK_OK(fs_meet(world, &barrier, NULL, NULL, FS_NOSIG));
 }
 
+/* Sleeps, once: its rank is still on its way out of a fence when the next one fails. */
+static fs_status
+slow_once(void *ctx)
+{
+    bool *slept = ctx;
+    if (!*slept) {
+        *slept = true;
+        usleep(500000);
+    }
+    return FS_OK;
+}
+
+/* Finished is final: rank 0 goes through the fence and gives up on the next one, all before rank 1
+ * has seen that the first is over. */
+static void
+overtaken_body(fs_world *world, void *ctx)
+{
+    bool slept = false;
+    (void)ctx;
+    if (fs_world_rank(world) == 1) {
+        CHECK_OK(fs_world_add_idle(world, slow_once, &slept));
+        CHECK_OK(fs_barrier(world));
+        CHECK(slept, "it did not wait");
+    } else {
+        static const fs_deadlines soon = {0.1, 10.0};
+        usleep(100000);
+        CHECK_OK(fs_barrier(world));
+        fs_world_set_deadlines(world, &soon);
+    }
+    CHECK_STATUS(fs_barrier(world), FS_ABORTED);
+    CHECK(fs_job_cause(fs_world_job(world)).kind == FS_CAUSE_TIMEOUT, "%s", fs_status_message());
+}
+
 static void
 test_endings(void)
 {
+    run_ranks(2, overtaken_body, NULL);
     static const fs_deadlines soon = {0.3, 0.1};
     run_ranks(2, mismatch_body, NULL);
     run_ranks_within(3, &soon, late_body, NULL);
