@@ -31,8 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompt", default="def ", metavar="TEXT", help="(default: 'def ')")
     parser.add_argument("--tokens", type=int, default=200, metavar="K", help="(default: 200)")
     parser.add_argument(
-        "--temperature", type=float, default=0.6, metavar="T",
-        help="0: always the likeliest token (default: 0.6)",
+        "--temperature", type=float, default=0.7, metavar="T",
+        help="0: always the likeliest token (default: 0.7)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the choice of tokens (default: 0)")
     parser.add_argument(

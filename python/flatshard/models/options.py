@@ -122,7 +122,7 @@ class TrainConfig:
     json: str | None = _free(None)
     prompt: str = _free("def ")
     sample_tokens: int = _free(400)
-    temperature: float = _free(0.6)
+    temperature: float = _free(0.7)
 
     def check(self) -> None:
         """Raises ConfigError naming the first field that cannot be, what it is, and what may be."""
