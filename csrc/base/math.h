@@ -100,6 +100,17 @@ fs_bf16_of_f32(float x)
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
+/* Up or down at random, in proportion: up if the 16 bits that are cut off and 16 random ones carry. So
+ * the mean of many roundings is x. What bf16 holds stays; NaN stays NaN (quiet); infinity stays. */
+FS_HD uint16_t
+fs_bf16_of_f32_random(float x, uint32_t random16)
+{
+    uint32_t bits = fs_bits_of_f32(x);
+    uint32_t rounded = (bits + random16) >> 16;
+    uint32_t nan = (bits >> 16) | 0x0040u;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
 /* Exact, subnormal halves included; a signalling NaN becomes quiet. */
 FS_HD float
 fs_f32_of_f16(uint16_t h)
@@ -146,6 +157,33 @@ fs_f32_odd_of_f64(double x)
     uint32_t toward_zero = back_size > size ? bits - 1u : bits;
     uint32_t odd = back != x ? (toward_zero | 1u) : bits;
     return fs_f32_of_bits(x != x ? (bits | 0x00400000u) : odd);
+}
+
+// ---- random numbers -----------------------------------------------------------------------------
+
+/* Every bit of x turns about half of the bits of the result, which is one to one.
+ * Steele, Lea and Flood 2014 (SplitMix), finaliser of Stafford's variant 13. */
+FS_HD uint64_t
+fs_mix_u64(uint64_t x)
+{
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+/* A random number from a key and a counter, without state: the same wherever and whenever it is asked
+ * for. Two rounds of a 32-bit mixer (multipliers by C. Wellons, "Prospecting for Hash Functions"), one
+ * half of the key in each, so that the numbers of two keys are not those of each other shifted. */
+FS_HD uint32_t
+fs_random_u32(uint64_t key, uint32_t counter)
+{
+    uint32_t x = counter + (uint32_t)key;
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    x = (x ^ (x >> 16)) + (uint32_t)(key >> 32);
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
 }
 
 // ---- small moments ------------------------------------------------------------------------------

@@ -391,24 +391,28 @@ kernels_update(PyObject *object, PyObject *args, PyObject *kwargs)
     static char *names[] = {"rule", "grad", "weight", "master", "weight_read", "moment1", "moment2",
                             "moment3", "grad_scale", "lr", "decay", "beta1", "beta2", "one_minus_beta1",
                             "one_minus_beta2", "eps", "step_size", "inv_sqrt_bc2", "nesterov",
-                            "first", NULL};
+                            "first", "stochastic", "random_key", "at", NULL};
     const fs_exec *exec = &((kernels_object *)object)->exec;
     PyObject *objects[UPDATE_ARRAYS] = {NULL};
     fs_buffer arrays[UPDATE_ARRAYS];
     const char *rule_name;
-    int nesterov = 0, first = 0, taken = 0;
+    int nesterov = 0, first = 0, stochastic = 0, taken = 0;
+    unsigned long long random_key = 0, at = 0;
     fs_update u = {.grad_scale = 1.0f};
     fs_hyper *h = &u.hyper;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "sO|$OOOOOOffffffffffpp:update", names, &rule_name, &objects[UPDATE_GRAD],
+            args, kwargs, "sO|$OOOOOOffffffffffpppKK:update", names, &rule_name, &objects[UPDATE_GRAD],
             &objects[UPDATE_WEIGHT], &objects[UPDATE_MASTER], &objects[UPDATE_READ],
             &objects[UPDATE_M1], &objects[UPDATE_M2], &objects[UPDATE_M3], &u.grad_scale, &h->lr, &h->decay, &h->beta1,
             &h->beta2, &h->one_minus_beta1, &h->one_minus_beta2, &h->eps, &h->step_size,
-            &h->inv_sqrt_bc2, &nesterov, &first)) {
+            &h->inv_sqrt_bc2, &nesterov, &first, &stochastic, &random_key, &at)) {
         return NULL;
     }
     h->nesterov = nesterov != 0;
     h->first = first != 0;
+    h->random_key = random_key;
+    u.stochastic = stochastic != 0;
+    u.first = at;
     fs_status st = rule_parse(rule_name, &h->rule);
     for (; st == FS_OK && taken < UPDATE_ARRAYS; taken++) {
         bool writeable = taken != UPDATE_GRAD && taken != UPDATE_READ;
@@ -585,7 +589,8 @@ static PyMethodDef methods[] = {
     {"update", FS_KEYWORDS(kernels_update),
      "update($self, rule, grad, *, weight=None, master=None, weight_read=None, moment1=None, "
      "moment2=None, moment3=None, grad_scale=1.0, lr=0.0, decay=0.0, beta1=0.0, beta2=0.0, one_minus_beta1=0.0, "
-     "one_minus_beta2=0.0, eps=0.0, step_size=0.0, inv_sqrt_bc2=0.0, nesterov=False, first=False)"
+     "one_minus_beta2=0.0, eps=0.0, step_size=0.0, inv_sqrt_bc2=0.0, nesterov=False, first=False, "
+     "stochastic=False, random_key=0, at=0)"
      "\n--\n\nOne optimizer step; scalars are rounded to fp32."},
     {"gemm", FS_KEYWORDS(kernels_gemm),
      "gemm($self, c, a, b, *, trans_a=False, trans_b=False, add=False)\n--\n\nc = a b (+ c)."},

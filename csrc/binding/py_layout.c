@@ -6,14 +6,16 @@
 int
 fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy *out_policy)
 {
-    int partition, keep, slot_per_unit, weights, pool_units, master;
+    int partition, keep, slot_per_unit, weights, pool_units, master, stochastic;
+    unsigned long long seed;
     PyObject *param, *reduce, *accumulate, *moments;
     if (!PyTuple_Check(policy_tuple)) {
         PyErr_Format(PyExc_TypeError, "policy: expected a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(policy_tuple, "iipiiOOOpO:policy", &partition, &keep, &slot_per_unit, &weights,
-                          &pool_units, &param, &reduce, &accumulate, &master, &moments)) {
+    if (!PyArg_ParseTuple(policy_tuple, "iipiiOOOpOpK:policy", &partition, &keep, &slot_per_unit, &weights,
+                          &pool_units, &param, &reduce, &accumulate, &master, &moments, &stochastic,
+                          &seed)) {
         return -1;
     }
     if (partition < 0 || partition > FS_PARTITION_PER_PARAMETER || weights < 0 ||
@@ -28,6 +30,8 @@ fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy
         .weights = (fs_weights)weights,
         .pool_units = pool_units,
         .precision.master = master != 0,
+        .precision.stochastic = stochastic != 0,
+        .precision.seed = seed,
     };
     fs_precision *precision = &out_policy->precision;
     if (fs_dtype_take(param, &precision->param) < 0 || fs_dtype_take(reduce, &precision->reduce) < 0 ||

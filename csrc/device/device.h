@@ -78,10 +78,12 @@ typedef struct fs_hyper {
     float inv_sqrt_bc2;   /* 1 / sqrt(1 - beta2^t) */
     bool nesterov;
     bool first;           /* SGD with momentum: the first step sets the buffer to the gradient */
+    uint64_t random_key;  /* of this parameter in this step, for stochastic rounding */
 } fs_hyper;
 
 /* One segment of one parameter. The master weight is read and written where there is one, else
- * weight itself (of weight_dtype) is; weight receives the new value rounded to nearest even. */
+ * weight itself (of weight_dtype) is; weight receives the new value rounded to nearest even, or at random
+ * (see stochastic). */
 typedef struct fs_update {
     fs_hyper hyper;
     float grad_scale; /* clip / (count * loss scale): multiplied into the gradient on load */
@@ -95,6 +97,10 @@ typedef struct fs_update {
     void *moment2;
     void *moment3; /* ADAM, ADAMW: the largest second moment (AMSGrad), or NULL */
     fs_dtype moment_dtype;
+    /* Weight and moments of bf16 are rounded up or down at random, in proportion: by hyper.random_key, by
+     * which array it is, and by the element of the parameter, where first is that of element 0 here. */
+    bool stochastic;
+    uint64_t first;
     size_t n;
 } fs_update;
 

@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "../base/math.h"
 #include "shards_internal.h"
 
 bool
@@ -67,6 +68,16 @@ fs_hyper_make(fs_rule rule, const fs_group *group, int64_t step)
     return hyper;
 }
 
+/* Of a parameter in a step: the same for any world, stage, partition and instruction set, and after a
+ * restart, since steps are counted per parameter and parameters in the order of the model. */
+static uint64_t
+random_key(uint64_t seed, int64_t step, int param)
+{
+    uint64_t key = fs_mix_u64(seed + UINT64_C(0x9e3779b97f4a7c15));
+    key = fs_mix_u64(key + (uint64_t)step);
+    return fs_mix_u64(key + (uint64_t)param);
+}
+
 fs_status
 fs_optimizer_finish(fs_shards *shards, fs_rule rule, const fs_group *groups, const int *group_of,
                     int64_t *steps)
@@ -85,6 +96,7 @@ fs_optimizer_finish(fs_shards *shards, fs_rule rule, const fs_group *groups, con
         if (shards->had[p]) {
             steps[p]++;
             shards->hyper[p] = fs_hyper_make(rule, &groups[group_of[p]], steps[p]);
+            shards->hyper[p].random_key = random_key(shards->policy.precision.seed, steps[p], p);
         }
     }
     return fs_step_finish(shards, shards->hyper);

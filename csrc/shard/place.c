@@ -19,6 +19,11 @@ fs_precision_check(const fs_precision *p)
                            names[i], fs_dtype_name(all[i]));
         }
     }
+    if (p->stochastic && (p->param != FS_BF16 || p->master)) {
+        return FS_FAIL(FS_EINVAL, "precision: rounding=stochastic with %s: it is for bfloat16 weights that "
+                                  "the step itself moves",
+                       p->master ? "a master" : "a param that is not bfloat16");
+    }
     if (p->master && p->param == FS_F32) {
         return FS_FAIL(FS_EINVAL, "precision: master=float32 with param=float32: the weight is its own master");
     }

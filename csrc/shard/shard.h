@@ -136,6 +136,8 @@ typedef struct fs_precision {
     fs_dtype accumulate; /* summed gradients of the owned segments */
     bool master;         /* fp32 weights behind a low-precision compute copy */
     fs_dtype moments;
+    bool stochastic;     /* the step rounds bf16 weights and moments at random, in proportion */
+    uint64_t seed;       /* of that */
 } fs_precision;
 
 typedef struct fs_policy {

@@ -92,7 +92,8 @@ hash_policy(const fs_policy *policy)
     uint64_t hash = (uint64_t)policy->keep;
     const uint64_t parts[] = {policy->slot_per_unit, (uint64_t)policy->weights, (uint64_t)policy->pool_units,
                               (uint64_t)p->param,    (uint64_t)p->reduce,       (uint64_t)p->accumulate,
-                              p->master,             (uint64_t)p->moments};
+                              p->master,             (uint64_t)p->moments, p->stochastic,
+                              p->seed};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         hash = hash * UINT64_C(0x100000001b3) + parts[i];
     }

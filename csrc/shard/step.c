@@ -213,6 +213,8 @@ update_segment(fs_shards *shards, const fs_seg *seg, const fs_hyper *hyper)
         .master = block->master == NULL ? NULL : block->master + at,
         .weight_dtype = precision->param,
         .moment_dtype = precision->moments,
+        .stochastic = precision->stochastic,
+        .first = seg->begin,
         .n = seg->end - seg->begin,
     };
     if (fs_writes_weight(shards, seg->cut)) {

@@ -90,6 +90,9 @@ class Kernels:
         inv_sqrt_bc2: float = 0.0,
         nesterov: bool = False,
         first: bool = False,
+        stochastic: bool = False,
+        random_key: int = 0,
+        at: int = 0,
     ) -> None: ...
 
 def model_op(kernels: Kernels, name: str, /, **fields: Any) -> Any: ...

@@ -231,6 +231,11 @@ def _phases(policy: Policy) -> list[tuple[str, str, str]]:
     }
     weights = homes[policy.weights]
     master = p.master or f"none: the {p.param} weight is moved"
+    rounding = "to nearest even"
+    if p.rounding == "stochastic":
+        rounding = f"at random in proportion (seed {p.rounding_seed}), moments likewise"
+        if p.moments != "bfloat16":
+            rounding = f"at random in proportion (seed {p.rounding_seed})"
     gathered = "the weights themselves" if policy.weights != "shard" else "private pool"
     return [
         ("load", "weights read", f"any float dtype -> {p.master or p.param}"),
@@ -248,7 +253,7 @@ def _phases(policy: Policy) -> list[tuple[str, str, str]]:
         ),
         ("pre-step", "norm", "float64 sum of squares of what the reduce wrote"),
         ("step", "update", f"float32 arithmetic; writes {p.master or p.param} and {p.moments}"),
-        ("step", "published weights", f"{p.param}, rounded to nearest even"),
+        ("step", "published weights", f"{p.param}, rounded {rounding}"),
     ]
 
 

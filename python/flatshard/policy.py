@@ -183,6 +183,13 @@ class MixedPrecision:
     loss_scale : LossScale or float, optional
         Required where ``param`` or ``reduce`` is float16, whose gradients vanish below 6e-8. A
         number is a static scale.
+    rounding : {"nearest", "stochastic"}
+        How the step rounds bfloat16 weights and moments: to nearest even, or up or down at random
+        in proportion, so that steps far below a weight's last place move it in the mean. For
+        bfloat16 weights without a master. Loading and setting weights round to nearest in any case.
+    rounding_seed : int
+        With "stochastic": the random numbers are a function of it, of the parameter, of its step
+        count and of the element, so that bits depend on no shape of the job.
 
     Raises
     ------
@@ -201,6 +208,8 @@ class MixedPrecision:
     master: str | None = None
     moments: str = "float32"
     loss_scale: LossScale | float | None = None
+    rounding: str = "nearest"
+    rounding_seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("param", "reduce", "accumulate", "master", "moments"):
@@ -233,6 +242,29 @@ class MixedPrecision:
                 "MixedPrecision(param='float32', master='float32'): a float32 weight is its own "
                 "master; leave master out"
             )
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(
+                f'MixedPrecision(rounding={self.rounding!r}): expected "nearest" or "stochastic"'
+            )
+        if not 0 <= self.rounding_seed < 1 << 64:
+            raise ValueError(
+                f"MixedPrecision(rounding_seed={self.rounding_seed!r}): expected 0 to 2**64 - 1"
+            )
+        if self.rounding == "stochastic" and self.param != "bfloat16":
+            raise ValueError(
+                f"MixedPrecision(param={self.param!r}, rounding='stochastic'): it is for bfloat16 "
+                "weights that the step itself moves"
+            )
+        if self.rounding == "stochastic" and self.master is not None:
+            raise ValueError(
+                f"MixedPrecision(master={self.master!r}, rounding='stochastic'): a master keeps "
+                "what rounding would lose; leave one of them out"
+            )
+        if self.rounding == "nearest" and self.rounding_seed:
+            raise ValueError(
+                f"MixedPrecision(rounding='nearest', rounding_seed={self.rounding_seed}): nothing "
+                "is random in it"
+            )
 
 
 #: The presets by name.
@@ -240,6 +272,7 @@ PRESETS: dict[str, MixedPrecision] = {
     "fp32": MixedPrecision(),
     "bf16": MixedPrecision(param="bfloat16", master="float32"),
     "bf16-pure": MixedPrecision(param="bfloat16", moments="bfloat16"),
+    "bf16-pure-sr": MixedPrecision(param="bfloat16", moments="bfloat16", rounding="stochastic"),
     "fp16": MixedPrecision(param="float16", master="float32", loss_scale=LossScale()),
 }
 
@@ -288,6 +321,8 @@ class Policy:
             p.accumulate,
             p.master is not None,
             p.moments,
+            p.rounding == "stochastic",
+            p.rounding_seed,
         )
 
 
@@ -308,7 +343,8 @@ def resolve(
     sharding : Sharding
         What is kept where.
     precision : str or MixedPrecision
-        A preset's name ("fp32", "bf16", "bf16-pure", "fp16") or a mix.
+        A preset's name ("fp32", "bf16", "bf16-pure", "bf16-pure-sr",
+        "fp16") or a mix.
     produced : str
         Dtype in which gradients are produced: what ``reduce=None`` becomes.
     one_host : bool

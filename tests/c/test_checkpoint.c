@@ -52,7 +52,8 @@ open_shards(fs_world *world, const shape *s)
     int keep = s->keep > 0 ? s->keep : s->size;
     const fs_policy policy = {
         .keep = keep, .slot_per_unit = keep == s->size, .weights = s->weights, .pool_units = 1,
-        .precision = {s->param, FS_F32, FS_F32, s->master, FS_F32}};
+        .precision = {.param = s->param, .reduce = FS_F32, .accumulate = FS_F32,
+                      .master = s->master, .moments = FS_F32}};
     fs_layout *layout;
     fs_shards *shards;
     CHECK_OK(fs_layout_make(params, PARAMS, units, UNITS, s->size, s->partition, policy.slot_per_unit,

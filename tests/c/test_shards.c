@@ -183,7 +183,8 @@ reference(int size, float *out)
 int
 main(void)
 {
-    const fs_precision precision = {FS_F32, FS_F32, FS_F32, false, FS_F32};
+    const fs_precision precision = {.param = FS_F32, .reduce = FS_F32, .accumulate = FS_F32,
+                                    .moments = FS_F32};
     static float got[512], want[512];
     for (int size = 1; size <= RANKS_MAX; size += size < 3 ? 1 : 2) {
         fs_policy policies[] = {

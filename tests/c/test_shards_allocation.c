@@ -35,7 +35,9 @@ open_and_close(void *context)
 {
     rank_args *args = context;
     const fs_policy policy = {.keep = 1, .weights = args->weights, .pool_units = 1,
-                              .precision = {FS_BF16, FS_F32, FS_F32, true, FS_F32}};
+                              .precision = {.param = FS_BF16, .reduce = FS_F32,
+                                            .accumulate = FS_F32, .master = true,
+                                            .moments = FS_F32}};
     fs_shards *shards = NULL;
     args->status = fs_shards_open(args->world, args->layout, &policy, &shards);
     if (args->status == FS_OK) {
