@@ -212,7 +212,7 @@ def test_headers_stand_alone_and_are_guarded(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-COLUMNS = 120
+COLUMNS = 100
 
 
 def test_lines() -> None:

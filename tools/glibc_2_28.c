@@ -1,5 +1,5 @@
-/* Functions that glibc 2.28 offers only under another name (see glibc_2_28.h). Hidden: they serve this
- * library alone. */
+/* Functions that glibc 2.28 offers only under another name (see glibc_2_28.h). Hidden: they serve
+ * this library alone. */
 #define _GNU_SOURCE
 #include <sys/stat.h>
 

@@ -1,9 +1,11 @@
-/* Included before every file when a wheel is built (FLATSHARD_MANYLINUX=1), with glibc_2_28.c linked in.
+/* Included before every file when a wheel is built (FLATSHARD_MANYLINUX=1), with glibc_2_28.c
+ * linked in.
  *
- * Newer releases of glibc moved functions between libraries and gave them new versions. This asks for
- * the versions of old, whose meaning is the same, so that what is linked here runs on glibc 2.28; there
- * they are in libdl, libpthread and libm, which Python itself has loaded. tools/dist.py finds out
- * whether the list is complete. Must not include anything: a file's own feature macros come later. */
+ * Newer releases of glibc moved functions between libraries and gave them new versions. This asks
+ * for the versions of old, whose meaning is the same, so that what is linked here runs on glibc
+ * 2.28; there they are in libdl, libpthread and libm, which Python itself has loaded. tools/dist.py
+ * finds out whether the list is complete. Must not include anything: a file's own feature macros
+ * come later. */
 #ifndef FS_TOOLS_GLIBC_2_28_H
 #define FS_TOOLS_GLIBC_2_28_H
 

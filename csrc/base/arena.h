@@ -2,8 +2,9 @@
  *
  * Everything large is placed by a function that only bumps an arena and is run twice: once on an
  * arena without memory (base NULL), which yields the size and the rows of the plan, and once on one
- * with memory. The plan therefore has no formulas of its own, and equals the ledger by construction;
- * an allocation the placing function does not know shows up as a difference between the two.
+ * with memory. The plan therefore has no formulas of its own, and equals the ledger by
+ * construction; an allocation the placing function does not know shows up as a difference between
+ * the two.
  *
  * Small bookkeeping (lists of parameters, names) comes from fs_calloc; it is counted too, under
  * FS_MEM_BOOKKEEPING, and is not part of the plan's promise. */
@@ -80,10 +81,12 @@ fs_arena_init_over(fs_arena *arena, fs_ledger *ledger, void *base, size_t capaci
 FS_NODISCARD fs_status
 fs_arena_take(fs_arena *arena, fs_mem_class memory_class, size_t nbytes, void *out);
 
-/* Gives the memory back (if it is ours) and discharges the ledger. Safe on a zeroed struct, twice. */
+/* Gives the memory back (if it is ours) and discharges the ledger. Safe on a zeroed struct,
+ * twice. */
 void fs_arena_close(fs_arena *arena);
 
-/* Zeroed bookkeeping of n elements of nbytes each; FS_ENOMEM on failure or overflow. out as above. */
+/* Zeroed bookkeeping of n elements of nbytes each; FS_ENOMEM on failure or overflow. out as
+ * above. */
 FS_NODISCARD fs_status
 fs_calloc(size_t n, size_t nbytes, void *out);
 

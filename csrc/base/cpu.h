@@ -6,7 +6,13 @@
 
 #include "status.h"
 
-typedef enum fs_isa { FS_ISA_BASELINE = 0, FS_ISA_AVX2, FS_ISA_AVX512, FS_ISA_NEON, FS_ISA_COUNT } fs_isa;
+typedef enum fs_isa {
+    FS_ISA_BASELINE = 0,
+    FS_ISA_AVX2,
+    FS_ISA_AVX512,
+    FS_ISA_NEON,
+    FS_ISA_COUNT
+} fs_isa;
 
 /* "baseline", "avx2", "avx512", "neon". */
 const char *fs_isa_name(fs_isa isa);
@@ -14,8 +20,8 @@ const char *fs_isa_name(fs_isa isa);
 /* True if this processor and system run kernels of isa (decided by features, never by vendor). */
 int fs_isa_runs_here(fs_isa isa);
 
-/* The best instruction set that runs here, or the one FLATSHARD_CPU names. FS_EINVAL if that name is
- * unknown, FS_EUNSUPPORTED if this processor lacks it. */
+/* The best instruction set that runs here, or the one FLATSHARD_CPU names. FS_EINVAL if that name
+ * is unknown, FS_EUNSUPPORTED if this processor lacks it. */
 FS_NODISCARD fs_status
 fs_isa_choose(fs_isa *out);
 
@@ -23,7 +29,8 @@ fs_isa_choose(fs_isa *out);
 unsigned fs_cpu_count(void);
 
 /* The cap alone: processors that the quotas allow of the control groups listed in the file groups
- * (/proc/self/cgroup) and of those above them, in the hierarchy at mount; rounded up; 0: no quota. */
+ * (/proc/self/cgroup) and of those above them, in the hierarchy at mount; rounded up; 0: no
+ * quota. */
 unsigned fs_cpu_quota(const char *groups, const char *mount);
 
 /* Saved floating-point control word (MXCSR, FPCR). */

@@ -90,7 +90,8 @@ fs_cpu_quota(const char *groups, const char *mount)
         return 0;
     }
     (void)snprintf(version1, sizeof version1, "%s/cpu", mount);
-    for (char *line = strtok_r(text, "\n", &rest); line != NULL; line = strtok_r(NULL, "\n", &rest)) {
+    for (char *line = strtok_r(text, "\n", &rest); line != NULL;
+         line = strtok_r(NULL, "\n", &rest)) {
         char *controllers = strchr(line, ':');
         char *group = controllers != NULL ? strchr(controllers + 1, ':') : NULL;
         if (group == NULL || strlen(group) > 900) {

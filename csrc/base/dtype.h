@@ -1,4 +1,5 @@
-/* Element types. The numbers are part of the plugin interface and of shared records: append only. */
+/* Element types. The numbers are part of the plugin interface and of shared records: append
+ * only. */
 #ifndef FS_BASE_DTYPE_H
 #define FS_BASE_DTYPE_H
 

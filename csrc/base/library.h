@@ -4,7 +4,8 @@
 
 #include "status.h"
 
-/* Loads path privately (its symbols are seen by nobody else). FS_EUNSUPPORTED names path and reason. */
+/* Loads path privately (its symbols are seen by nobody else). FS_EUNSUPPORTED names path and
+ * reason. */
 FS_NODISCARD fs_status
 fs_library_open(const char *path, void **out_handle);
 

@@ -1,8 +1,8 @@
 /* Element arithmetic, written once: for every instruction set of the CPU and for CUDA.
  *
  * Rules that keep the bits equal everywhere: separate multiply and add (the build turns contraction
- * off), no call of libm (its results differ between systems), no fmaxf or fminf (signed zeros and NaN
- * differ), only + - * / and square root, which IEEE 754 rounds correctly. Everything is free of
+ * off), no call of libm (its results differ between systems), no fmaxf or fminf (signed zeros and
+ * NaN differ), only + - * / and square root, which IEEE 754 rounds correctly. Everything is free of
  * branches, so that a loop over it becomes vector code. */
 #ifndef FS_BASE_MATH_H
 #define FS_BASE_MATH_H
@@ -55,7 +55,8 @@ fs_f64_of_bits(uint64_t bits)
     return x;
 }
 
-/* Neither infinite nor NaN: decided on the exponent's bits, which no compiler flag can fold away. */
+/* Neither infinite nor NaN: decided on the exponent's bits, which no compiler flag can fold
+ * away. */
 FS_HD int
 fs_f32_is_finite(float x)
 {
@@ -100,8 +101,9 @@ fs_bf16_of_f32(float x)
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
-/* Up or down at random, in proportion: up if the 16 bits that are cut off and 16 random ones carry. So
- * the mean of many roundings is x. What bf16 holds stays; NaN stays NaN (quiet); infinity stays. */
+/* Up or down at random, in proportion: up if the 16 bits that are cut off and 16 random ones carry.
+ * So the mean of many roundings is x. What bf16 holds stays; NaN stays NaN (quiet); infinity
+ * stays. */
 FS_HD uint16_t
 fs_bf16_of_f32_random(float x, uint32_t random16)
 {
@@ -138,7 +140,8 @@ fs_f16_of_f32(float x)
     /* Below 2^-14 the sum with 0.5, whose last bit is 2^-24, rounds to a multiple of 2^-24. */
     float below = fs_f32_of_bits(magnitude < 0x38800000u ? magnitude : 0u);
     uint32_t small = fs_bits_of_f32(below + 0.5f) - 0x3f000000u;
-    uint32_t special = magnitude > 0x7f800000u ? (0x7e00u | ((magnitude >> 13) & 0x01ffu)) : 0x7c00u;
+    uint32_t special =
+        magnitude > 0x7f800000u ? (0x7e00u | ((magnitude >> 13) & 0x01ffu)) : 0x7c00u;
     uint32_t half = magnitude < 0x38800000u ? small : normal;
     half = magnitude >= 0x477ff000u ? special : half;
     return (uint16_t)(sign | half);
@@ -171,9 +174,10 @@ fs_mix_u64(uint64_t x)
     return x ^ (x >> 31);
 }
 
-/* A random number from a key and a counter, without state: the same wherever and whenever it is asked
- * for. Two rounds of a 32-bit mixer (multipliers by C. Wellons, "Prospecting for Hash Functions"), one
- * half of the key in each, so that the numbers of two keys are not those of each other shifted. */
+/* A random number from a key and a counter, without state: the same wherever and whenever it is
+ * asked for. Two rounds of a 32-bit mixer (multipliers by C. Wellons, "Prospecting for Hash
+ * Functions"), one half of the key in each, so that the numbers of two keys are not those of each
+ * other shifted. */
 FS_HD uint32_t
 fs_random_u32(uint64_t key, uint32_t counter)
 {

@@ -58,7 +58,8 @@ fs_status_keep(fs_status code, fs_kept *out)
         /* ": " and the system's words are added again when it is told. */
         size_t words = strlen(strerror(saved_errno)) + 2;
         out->saved_errno = saved_errno;
-        n = n > words && strcmp(message + n - words + 2, strerror(saved_errno)) == 0 ? n - words : n;
+        n = n > words && strcmp(message + n - words + 2, strerror(saved_errno)) == 0 ? n - words
+                                                                                     : n;
     }
     n = n < sizeof out->text ? n : sizeof out->text - 1;
     memcpy(out->text, message, n);

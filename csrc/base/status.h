@@ -1,8 +1,8 @@
 /* What every function that can fail returns, and how it says why.
  *
  * A status is a code; the sentence that explains it lives in a buffer of the calling thread until
- * the next failure on that thread. Nothing in the library prints, exits or aborts: the binding turns
- * a status into a Python exception in one place (binding/raise.c). */
+ * the next failure on that thread. Nothing in the library prints, exits or aborts: the binding
+ * turns a status into a Python exception in one place (binding/raise.c). */
 #ifndef FS_BASE_STATUS_H
 #define FS_BASE_STATUS_H
 

@@ -44,10 +44,10 @@ struct fs_pool {
 /* A task that calls fs_parallel itself runs that serially. */
 static _Thread_local bool inside_task;
 
-/* How often, at most, an idle worker looks for the next job before it sleeps: about 5 us. Operations
- * of a step follow each other within microseconds, and a wake-up costs more than that; but where
- * there are more threads than processors, looking takes time from those who work. So the number is
- * halved when nothing came, and doubled when something did. */
+/* How often, at most, an idle worker looks for the next job before it sleeps: about 5 us.
+ * Operations of a step follow each other within microseconds, and a wake-up costs more than that;
+ * but where there are more threads than processors, looking takes time from those who work. So the
+ * number is halved when nothing came, and doubled when something did. */
 #define FS_POOL_SPINS_MAX 128u
 
 static inline void
@@ -159,7 +159,8 @@ fs_pool_close(fs_pool *pool)
     if (pool == NULL) {
         return;
     }
-    /* In a forked child the lock may be held by a worker that does not exist here: touch nothing. */
+    /* In a forked child the lock may be held by a worker that does not exist here: touch
+     * nothing. */
     if (pool->pid == getpid()) {
         (void)pthread_mutex_lock(&pool->lock);
         pool->stop = true;
@@ -188,8 +189,8 @@ fs_pool_threads_used(const fs_pool *pool)
     return atomic_load_explicit(&pool->used, memory_order_relaxed);
 }
 
-/* Starts the workers, with every signal blocked: signals belong to the program's own threads. If the
- * system gives fewer threads, those there are do the work: same results, more slowly, and
+/* Starts the workers, with every signal blocked: signals belong to the program's own threads. If
+ * the system gives fewer threads, those there are do the work: same results, more slowly, and
  * fs_pool_threads_used tells. */
 static void
 start_workers_locked(fs_pool *pool)

@@ -22,17 +22,17 @@ int fs_py_add_kernels(PyObject *module); /* py_kernels.c: device table, for test
 int fs_py_add_world(PyObject *module);   /* py_world.c: Job, World, collectives */
 int fs_py_add_shards(PyObject *module);  /* py_shards.c: Shards, step */
 int fs_py_add_llama(PyObject *module);   /* py_llama.c */
-int fs_py_add_model_ops(PyObject *module); /* py_model_ops.c: one by one, for tests and benchmarks */
+int fs_py_add_model_ops(PyObject *module); /* py_model_ops.c: for tests and benchmarks */
 int fs_py_add_io(PyObject *module);      /* py_io.c: checksums, safetensors */
 int fs_py_add_checkpoint(PyObject *module); /* py_checkpoint.c: catalogs, save, read, export */
 
-/* The one place that turns a status into an exception: sets it and returns NULL. world may be NULL; it
- * is where FS_ABORTED finds its cause and report. */
+/* The one place that turns a status into an exception: sets it and returns NULL. world may be NULL;
+ * it is where FS_ABORTED finds its cause and report. */
 PyObject *fs_raise(fs_status status, fs_world *world);
 /* FS_ABORTED for a rank whose world never opened. */
 PyObject *fs_raise_job(const fs_job *job, int rank);
 
-/* NumPy, wrapped so that its C API stays in py_numpy.c. -------------------------------------------- */
+// ---- NumPy, wrapped so that its C API stays in py_numpy.c ---------------------------------------
 
 /* An array that a call reads or writes. Holds a reference until fs_array_drop. */
 typedef struct fs_buffer {
@@ -44,8 +44,8 @@ typedef struct fs_buffer {
     size_t dims[32];
 } fs_buffer;
 
-/* Takes an array as it is: C-contiguous, aligned, native byte order, one of our dtypes, writeable if
- * asked. Anything else is a TypeError or ValueError that names arg; never a copy. */
+/* Takes an array as it is: C-contiguous, aligned, native byte order, one of our dtypes, writeable
+ * if asked. Anything else is a TypeError or ValueError that names arg; never a copy. */
 int fs_buffer_take(PyObject *object, const char *arg, bool writeable, fs_buffer *out);
 /* The same, and of this dtype. */
 int fs_buffer_take_dtype(PyObject *object, const char *arg, bool writeable, fs_dtype dtype,
@@ -55,18 +55,18 @@ void fs_buffer_drop(fs_buffer *buffer);
 /* A new array that owns its memory. */
 PyObject *fs_array_new(fs_dtype dtype, size_t dims_n, const size_t *dims, void **out_data);
 /* A view of memory that base (stolen) keeps alive. */
-PyObject *fs_array_view(fs_dtype dtype, size_t dims_n, const size_t *dims, void *data, bool writeable,
-                        PyObject *base);
+PyObject *fs_array_view(fs_dtype dtype, size_t dims_n, const size_t *dims, void *data,
+                        bool writeable, PyObject *base);
 /* "float32", "bfloat16" or a NumPy dtype object -> fs_dtype; sets an exception on failure. */
 int fs_dtype_take(PyObject *object, fs_dtype *out);
 /* Called once by module.c. */
 int fs_numpy_import(void);
 
-/* One call of the core. Notes the Python line of the caller for reports, refuses a second call of this
- * world from another thread (or from a signal handler), releases the GIL around call, saves and
- * restores the floating-point state, takes the GIL. A signal handler that raised during a wait makes
- * the status a failure even where the core went on; fs_raise then hands out that exception. world may
- * be NULL. Use: FS_CALL(world, status, fs_barrier(world)); */
+/* One call of the core. Notes the Python line of the caller for reports, refuses a second call of
+ * this world from another thread (or from a signal handler), releases the GIL around call, saves
+ * and restores the floating-point state, takes the GIL. A signal handler that raised during a wait
+ * makes the status a failure even where the core went on; fs_raise then hands out that exception.
+ * world may be NULL. Use: FS_CALL(world, status, fs_barrier(world)); */
 FS_NODISCARD fs_status
 fs_call_begin(fs_world *world);
 FS_NODISCARD fs_status
@@ -88,8 +88,9 @@ fs_call_end(fs_world *world, fs_status status);
 const fs_exec *fs_py_kernels_exec(PyObject *kernels);
 fs_world *fs_py_world_get(PyObject *world);
 struct fs_shards;
-/* A method that uses shards stands between enter and leave: a second call from another Python thread
- * while the first runs without the GIL is an error, not a race. enter returns NULL with an exception. */
+/* A method that uses shards stands between enter and leave: a second call from another Python
+ * thread while the first runs without the GIL is an error, not a race. enter returns NULL with an
+ * exception. */
 struct fs_shards *fs_py_shards_enter(PyObject *shards);
 void fs_py_shards_leave(PyObject *shards);
 /* The world object (borrowed) that shards were opened in. */

@@ -1,4 +1,5 @@
-/* flatshard._core: the module object. Types and functions live in the other files of this folder. */
+/* flatshard._core: the module object. Types and functions live in the other files of this
+ * folder. */
 #include "binding.h"
 
 static int

@@ -2,8 +2,8 @@
  * checkpoint means (which folder, which step, which names) is decided in flatshard/checkpoint.py.
  *
  * A catalog is described by a tuple: (folder, ((name, nbytes, crcs) ...), shapes), where crcs are
- * little-endian 32-bit checksums as bytes or None, and shapes is ((name, (dim ...)) ...) or None when
- * the files are not ours. */
+ * little-endian 32-bit checksums as bytes or None, and shapes is ((name, (dim ...)) ...) or None
+ * when the files are not ours. */
 #include "binding.h"
 
 #include <string.h>
@@ -57,8 +57,8 @@ take_file(PyObject *item, fs_file_def *file, fs_blocks *blocks)
         return -1;
     }
     if (nbytes < 0 || (size_t)bytes_n != 4 * fs_blocks_count((size_t)nbytes)) {
-        PyErr_Format(PyExc_ValueError, "%s: %zd bytes of checksums for a file of %zd bytes", file->name,
-                     bytes_n, nbytes);
+        PyErr_Format(PyExc_ValueError, "%s: %zd bytes of checksums for a file of %zd bytes",
+                     file->name, bytes_n, nbytes);
         return -1;
     }
     fs_status st = fs_calloc((size_t)bytes_n, 1, &blocks->crc);
@@ -204,8 +204,8 @@ io_catalog_pieces(PyObject *Py_UNUSED(module), PyObject *args)
     if (catalog_enter(tuple, &call) == 0 && (list = PyList_New(0)) != NULL) {
         for (size_t p = 0; p < call.catalog->pieces_n; p++) {
             fs_piece piece = call.catalog->pieces[p];
-            if (file >= 0 && (piece.file != file ||
-                              !fs_piece_in_block(&call.catalog->pieces[p], (size_t)block, &piece))) {
+            if (file >= 0 && (piece.file != file || !fs_piece_in_block(&call.catalog->pieces[p],
+                                                                       (size_t)block, &piece))) {
                 continue;
             }
             PyObject *item = piece_tuple(&piece);
@@ -268,8 +268,8 @@ io_catalog_fetch(PyObject *Py_UNUSED(module), PyObject *args)
         st = fs_isa_choose(&isa);
         st = st == FS_OK ? fs_device_cpu(isa, &fetcher.device) : st;
         if (st == FS_OK) {
-            st = fs_fetch_range(&fetcher, name, (fs_array)state, (size_t)begin, (size_t)begin + buffer.n,
-                                buffer.data, buffer.dtype);
+            st = fs_fetch_range(&fetcher, name, (fs_array)state, (size_t)begin,
+                                (size_t)begin + buffer.n, buffer.data, buffer.dtype);
         }
         fs_fetcher_close(&fetcher);
         fs_fp_leave(fp);
@@ -424,7 +424,8 @@ io_shards_save(PyObject *Py_UNUSED(module), PyObject *args)
     FS_CALL(world, st, fs_save(shards, folder, moments_n, &blocks));
     fs_py_shards_leave(shards_object);
     PyObject *result = st == FS_OK ? blocks_tuple(blocks, size) : fs_raise(st, world);
-    for (int r = 0; blocks != NULL && r < size; r++) { /* a signal handler may raise after success */
+    /* A signal handler may raise after success: blocks are freed either way. */
+    for (int r = 0; blocks != NULL && r < size; r++) {
         fs_blocks_free(&blocks[r]);
     }
     fs_free(blocks);
@@ -530,7 +531,8 @@ export_drop(export_call *call)
     fs_free(call->params);
 }
 
-/* tensors: ((name, dtype, shape, source) ...), source a name or an index; metadata: dict of texts. */
+/* tensors: ((name, dtype, shape, source) ...), source a name or an index; metadata: dict of
+ * texts. */
 static int
 export_take(PyObject *tensors, PyObject *metadata, bool by_name, export_call *call)
 {
@@ -546,8 +548,8 @@ export_take(PyObject *tensors, PyObject *metadata, bool by_name, export_call *ca
     for (size_t t = 0; t < n; t++) {
         fs_tensor_def *def = &call->defs[t];
         PyObject *dtype, *shape, *source;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tensors, (Py_ssize_t)t), "sOOO", &def->name, &dtype, &shape,
-                              &source) ||
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tensors, (Py_ssize_t)t), "sOOO", &def->name, &dtype,
+                              &shape, &source) ||
             fs_dtype_take(dtype, &def->dtype) < 0 ||
             take_dims(shape, def->name, FS_SAFETENSORS_DIMS_MAX, call->dims[t], &def->dims_n) < 0) {
             return -1;
@@ -595,11 +597,12 @@ from_shards(void *ctx, size_t index, size_t begin, size_t end, void *dst, fs_dty
 }
 
 static fs_status
-export_stream(const char *folder, const char *name, export_call *call, fs_source source, fs_ledger *ledger)
+export_stream(const char *folder, const char *name, export_call *call, fs_source source,
+              fs_ledger *ledger)
 {
     fs_blocks blocks = {0};
-    fs_status st = fs_stream(folder, name, call->defs, call->n, call->metadata, call->metadata_n, source,
-                             call, ledger, &blocks);
+    fs_status st = fs_stream(folder, name, call->defs, call->n, call->metadata, call->metadata_n,
+                             source, call, ledger, &blocks);
     fs_blocks_free(&blocks);
     return st;
 }
@@ -609,8 +612,8 @@ io_catalog_export(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *tuple, *tensors, *metadata, *result = NULL;
     const char *folder, *name;
-    if (!PyArg_ParseTuple(args, "OssO!O!:catalog_export", &tuple, &folder, &name, &PyTuple_Type, &tensors,
-                          &PyDict_Type, &metadata)) {
+    if (!PyArg_ParseTuple(args, "OssO!O!:catalog_export", &tuple, &folder, &name, &PyTuple_Type,
+                          &tensors, &PyDict_Type, &metadata)) {
         return NULL;
     }
     catalog_call from = {0};
@@ -667,7 +670,8 @@ io_commit(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *world_object;
     const char *folder, *final, *parent;
     Py_buffer text;
-    if (!PyArg_ParseTuple(args, "Osssy*:io_commit", &world_object, &folder, &final, &parent, &text)) {
+    if (!PyArg_ParseTuple(args, "Osssy*:io_commit", &world_object, &folder, &final, &parent,
+                          &text)) {
         return NULL;
     }
     fs_world *world = fs_py_world_get(world_object);
@@ -697,7 +701,8 @@ io_share(PyObject *Py_UNUSED(module), PyObject *args)
         char *all = NULL;
         size_t *counts = NULL;
         fs_status st;
-        FS_CALL(world, st, fs_share(world, FS_OP_SAVE, FS_OK, bytes.buf, (size_t)bytes.len, &all, &counts));
+        FS_CALL(world, st,
+                fs_share(world, FS_OP_SAVE, FS_OK, bytes.buf, (size_t)bytes.len, &all, &counts));
         if (st != FS_OK) {
             (void)fs_raise(st, world);
         } else {
@@ -741,32 +746,42 @@ io_room_check(PyObject *Py_UNUSED(module), PyObject *args)
 
 static PyMethodDef functions[] = {
     {"catalog_pieces", io_catalog_pieces, METH_VARARGS,
-     "catalog_pieces($module, catalog, file=-1, block=0, /)\n--\n\n[(name, state, dtype, begin, end, shape,"
+     "catalog_pieces($module, catalog, file=-1, block=0, /)\n--\n\n[(name, state, dtype, begin, "
+     "end, shape,"
      " file), ...], sorted; of one block of a file if given."},
     {"catalog_describe", io_catalog_describe, METH_VARARGS,
      "catalog_describe($module, catalog, file, block, /)\n--\n\nWhat lies in a block, in words."},
     {"catalog_fetch", io_catalog_fetch, METH_VARARGS,
-     "catalog_fetch($module, catalog, name, state, begin, array, /)\n--\n\nFills an array from begin on."},
+     "catalog_fetch($module, catalog, name, state, begin, array, /)\n--\n\nFills an array from "
+     "begin on."},
     {"catalog_read", io_catalog_read, METH_VARARGS,
-     "catalog_read($module, shards, catalog, names, skip, moments, /)\n--\n\nCollective: what this rank"
+     "catalog_read($module, shards, catalog, names, skip, moments, /)\n--\n\nCollective: what this "
+     "rank"
      " keeps, into shards."},
     {"catalog_export", io_catalog_export, METH_VARARGS,
-     "catalog_export($module, catalog, folder, name, tensors, metadata, /)\n--\n\nWrites whole tensors of a"
+     "catalog_export($module, catalog, folder, name, tensors, metadata, /)\n--\n\nWrites whole "
+     "tensors of a"
      " catalog to a new safetensors file."},
     {"blocks_check", io_blocks_check, METH_VARARGS,
-     "blocks_check($module, folder, file, /)\n--\n\nIndexes of damaged blocks of (name, nbytes, crcs)."},
+     "blocks_check($module, folder, file, /)\n--\n\nIndexes of damaged blocks of (name, nbytes, "
+     "crcs)."},
     {"shards_save", io_shards_save, METH_VARARGS,
-     "shards_save($module, shards, folder, moments, /)\n--\n\nCollective: one file per rank; ((nbytes, crcs), ...)."},
+     "shards_save($module, shards, folder, moments, /)\n--\n\nCollective: one file per rank; "
+     "((nbytes, crcs), ...)."},
     {"shards_snapshot", io_shards_snapshot, METH_VARARGS,
-     "shards_snapshot($module, shards, folder, moments, /)\n--\n\nCollective: a copy of what this rank saves,"
+     "shards_snapshot($module, shards, folder, moments, /)\n--\n\nCollective: a copy of what this "
+     "rank saves,"
      " for snapshot_write."},
     {"snapshot_write", io_snapshot_write, METH_VARARGS,
-     "snapshot_write($module, snapshot, folder, /)\n--\n\nThis rank's file, from any thread; (nbytes, crcs)."},
+     "snapshot_write($module, snapshot, folder, /)\n--\n\nThis rank's file, from any thread; "
+     "(nbytes, crcs)."},
     {"shards_export", io_shards_export, METH_VARARGS,
-     "shards_export($module, shards, master, folder, name, tensors, metadata, /)\n--\n\nWrites whole"
+     "shards_export($module, shards, master, folder, name, tensors, metadata, /)\n--\n\nWrites "
+     "whole"
      " parameters to a new safetensors file; called by one rank between two fences."},
     {"io_commit", io_commit, METH_VARARGS,
-     "io_commit($module, world, folder, final, parent, text, /)\n--\n\nCollective: index.json, sync,"
+     "io_commit($module, world, folder, final, parent, text, /)\n--\n\nCollective: index.json, "
+     "sync,"
      " rename, sync."},
     {"io_share", io_share, METH_VARARGS,
      "io_share($module, world, bytes, /)\n--\n\nCollective: every rank's bytes."},

@@ -1,4 +1,5 @@
-/* Environment table, processor, build: what flatshard env and the facade ask before anything else. */
+/* Environment table, processor, build: what flatshard env and the facade ask before anything
+ * else. */
 #include "binding.h"
 
 #include "../base/build.h"

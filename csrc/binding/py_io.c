@@ -193,8 +193,9 @@ write_arrays(const char *path, const write_call *call)
     FS_TRY_GOTO(fs_writer_put(&writer, header.bytes, header.nbytes), st, done);
     for (size_t i = 0; i < call->n; i++) {
         const fs_buffer *buffer = &call->buffers[i];
-        FS_TRY_GOTO(fs_writer_put(&writer, buffer->data, buffer->n * fs_dtype_nbytes(buffer->dtype)),
-                    st, done);
+        FS_TRY_GOTO(
+            fs_writer_put(&writer, buffer->data, buffer->n * fs_dtype_nbytes(buffer->dtype)), st,
+            done);
     }
     st = fs_writer_finish(&writer, &blocks);
 done:
@@ -228,16 +229,19 @@ io_safetensors_write(PyObject *Py_UNUSED(module), PyObject *args)
 
 static PyMethodDef functions[] = {
     {"crc32c", io_crc32c, METH_VARARGS,
-     "crc32c($module, bytes, crc=0, /)\n--\n\nCRC-32C of bytes that continue a text with checksum crc."},
+     "crc32c($module, bytes, crc=0, /)\n--\n\nCRC-32C of bytes that continue a text with checksum "
+     "crc."},
     {"crc32c_table", io_crc32c_table, METH_VARARGS,
      "crc32c_table($module, bytes, crc=0, /)\n--\n\nThe same by table, on any processor."},
     {"crc32c_name", io_crc32c_name, METH_NOARGS,
      "crc32c_name($module, /)\n--\n\nWhat crc32c uses here: sse4.2, armv8-crc or table."},
     {"safetensors_header", io_safetensors_header, METH_VARARGS,
-     "safetensors_header($module, path, /)\n--\n\n(metadata, [(name, dtype, shape, begin, end), ...]) of a"
+     "safetensors_header($module, path, /)\n--\n\n(metadata, [(name, dtype, shape, begin, end), "
+     "...]) of a"
      " file, strictly checked; sorted by name, begin and end in bytes of the file."},
     {"safetensors_write", io_safetensors_write, METH_VARARGS,
-     "safetensors_write($module, path, names, arrays, metadata, /)\n--\n\nWrites a new file of these"
+     "safetensors_write($module, path, names, arrays, metadata, /)\n--\n\nWrites a new file of "
+     "these"
      " arrays in this order (wider dtypes first) and syncs it."},
     {NULL, NULL, 0, NULL},
 };

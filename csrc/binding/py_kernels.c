@@ -327,7 +327,16 @@ done:
 
 // ---- update -------------------------------------------------------------------------------------
 
-enum { UPDATE_GRAD, UPDATE_WEIGHT, UPDATE_MASTER, UPDATE_READ, UPDATE_M1, UPDATE_M2, UPDATE_M3, UPDATE_ARRAYS };
+enum {
+    UPDATE_GRAD,
+    UPDATE_WEIGHT,
+    UPDATE_MASTER,
+    UPDATE_READ,
+    UPDATE_M1,
+    UPDATE_M2,
+    UPDATE_M3,
+    UPDATE_ARRAYS
+};
 
 static const char *const update_arrays[UPDATE_ARRAYS] = {
     "grad", "weight", "master", "weight_read", "moment1", "moment2", "moment3",
@@ -388,10 +397,30 @@ update_check(fs_rule rule, const fs_buffer *arrays)
 static PyObject *
 kernels_update(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rule", "grad", "weight", "master", "weight_read", "moment1", "moment2",
-                            "moment3", "grad_scale", "lr", "decay", "beta1", "beta2", "one_minus_beta1",
-                            "one_minus_beta2", "eps", "step_size", "inv_sqrt_bc2", "nesterov",
-                            "first", "stochastic", "random_key", "at", NULL};
+    static char *names[] = {"rule",
+                            "grad",
+                            "weight",
+                            "master",
+                            "weight_read",
+                            "moment1",
+                            "moment2",
+                            "moment3",
+                            "grad_scale",
+                            "lr",
+                            "decay",
+                            "beta1",
+                            "beta2",
+                            "one_minus_beta1",
+                            "one_minus_beta2",
+                            "eps",
+                            "step_size",
+                            "inv_sqrt_bc2",
+                            "nesterov",
+                            "first",
+                            "stochastic",
+                            "random_key",
+                            "at",
+                            NULL};
     const fs_exec *exec = &((kernels_object *)object)->exec;
     PyObject *objects[UPDATE_ARRAYS] = {NULL};
     fs_buffer arrays[UPDATE_ARRAYS];
@@ -401,11 +430,12 @@ kernels_update(PyObject *object, PyObject *args, PyObject *kwargs)
     fs_update u = {.grad_scale = 1.0f};
     fs_hyper *h = &u.hyper;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "sO|$OOOOOOffffffffffpppKK:update", names, &rule_name, &objects[UPDATE_GRAD],
-            &objects[UPDATE_WEIGHT], &objects[UPDATE_MASTER], &objects[UPDATE_READ],
-            &objects[UPDATE_M1], &objects[UPDATE_M2], &objects[UPDATE_M3], &u.grad_scale, &h->lr, &h->decay, &h->beta1,
-            &h->beta2, &h->one_minus_beta1, &h->one_minus_beta2, &h->eps, &h->step_size,
-            &h->inv_sqrt_bc2, &nesterov, &first, &stochastic, &random_key, &at)) {
+            args, kwargs, "sO|$OOOOOOffffffffffpppKK:update", names, &rule_name,
+            &objects[UPDATE_GRAD], &objects[UPDATE_WEIGHT], &objects[UPDATE_MASTER],
+            &objects[UPDATE_READ], &objects[UPDATE_M1], &objects[UPDATE_M2], &objects[UPDATE_M3],
+            &u.grad_scale, &h->lr, &h->decay, &h->beta1, &h->beta2, &h->one_minus_beta1,
+            &h->one_minus_beta2, &h->eps, &h->step_size, &h->inv_sqrt_bc2, &nesterov, &first,
+            &stochastic, &random_key, &at)) {
         return NULL;
     }
     h->nesterov = nesterov != 0;
@@ -475,7 +505,8 @@ kernels_gemm(PyObject *object, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     for (; taken < 3; taken++) {
-        if (fs_buffer_take_dtype(objects[taken], arrays[taken], taken == 0, FS_F32, &x[taken]) < 0) {
+        if (fs_buffer_take_dtype(objects[taken], arrays[taken], taken == 0, FS_F32, &x[taken]) <
+            0) {
             goto done;
         }
     }
@@ -581,14 +612,16 @@ static PyMethodDef methods[] = {
     {"sumsq", kernels_sumsq, METH_O,
      "sumsq($self, x, /)\n--\n\nSum of squares in fp64, 16 lanes and one partial per 1,024."},
     {"find_nonfinite", kernels_find_nonfinite, METH_O,
-     "find_nonfinite($self, x, /)\n--\n\nIndex of the first element that is not finite, or len(x)."},
+     "find_nonfinite($self, x, /)\n--\n\nIndex of the first element that is not finite, or "
+     "len(x)."},
     {"sum", FS_KEYWORDS(kernels_sum),
      "sum($self, acc, sources, *, accumulate=False)\n--\n\n"
      "acc = (acc +) sum of sources in order; None is absent. Returns (sum of squares, finite, "
      "largest magnitude)."},
     {"update", FS_KEYWORDS(kernels_update),
      "update($self, rule, grad, *, weight=None, master=None, weight_read=None, moment1=None, "
-     "moment2=None, moment3=None, grad_scale=1.0, lr=0.0, decay=0.0, beta1=0.0, beta2=0.0, one_minus_beta1=0.0, "
+     "moment2=None, moment3=None, grad_scale=1.0, lr=0.0, decay=0.0, beta1=0.0, beta2=0.0, "
+     "one_minus_beta1=0.0, "
      "one_minus_beta2=0.0, eps=0.0, step_size=0.0, inv_sqrt_bc2=0.0, nesterov=False, first=False, "
      "stochastic=False, random_key=0, at=0)"
      "\n--\n\nOne optimizer step; scalars are rounded to fp32."},
@@ -611,8 +644,9 @@ static PyType_Slot kernels_slots[] = {
     {Py_tp_dealloc, (void *)kernels_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_getset, attributes},
-    {Py_tp_doc, "Kernels(isa=None, *, threads=1)\n--\n\n"
-                "Operations of the device table. isa: baseline, avx2, avx512, neon; None: the best."},
+    {Py_tp_doc,
+     "Kernels(isa=None, *, threads=1)\n--\n\n"
+     "Operations of the device table. isa: baseline, avx2, avx512, neon; None: the best."},
     {0, NULL},
 };
 

@@ -13,9 +13,9 @@ fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy
         PyErr_Format(PyExc_TypeError, "policy: expected a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(policy_tuple, "iipiiOOOpOpK:policy", &partition, &keep, &slot_per_unit, &weights,
-                          &pool_units, &param, &reduce, &accumulate, &master, &moments, &stochastic,
-                          &seed)) {
+    if (!PyArg_ParseTuple(policy_tuple, "iipiiOOOpOpK:policy", &partition, &keep, &slot_per_unit,
+                          &weights, &pool_units, &param, &reduce, &accumulate, &master, &moments,
+                          &stochastic, &seed)) {
         return -1;
     }
     if (partition < 0 || partition > FS_PARTITION_PER_PARAMETER || weights < 0 ||
@@ -34,7 +34,8 @@ fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy
         .precision.seed = seed,
     };
     fs_precision *precision = &out_policy->precision;
-    if (fs_dtype_take(param, &precision->param) < 0 || fs_dtype_take(reduce, &precision->reduce) < 0 ||
+    if (fs_dtype_take(param, &precision->param) < 0 ||
+        fs_dtype_take(reduce, &precision->reduce) < 0 ||
         fs_dtype_take(accumulate, &precision->accumulate) < 0 ||
         fs_dtype_take(moments, &precision->moments) < 0) {
         return -1;
@@ -52,13 +53,14 @@ take_param(PyObject *item, fs_param_def *def)
         PyErr_Format(PyExc_TypeError, "params: expected tuples");
         return -1;
     }
-    if (!PyArg_ParseTuple(item, "szO!ipi:param", &def->name, &def->tied_name, &PyTuple_Type, &shape, &def->unit,
-                          &trainable, &def->group)) {
+    if (!PyArg_ParseTuple(item, "szO!ipi:param", &def->name, &def->tied_name, &PyTuple_Type, &shape,
+                          &def->unit, &trainable, &def->group)) {
         return -1;
     }
     Py_ssize_t dims_n = PyTuple_GET_SIZE(shape);
     if (dims_n > FS_DIMS_MAX) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd dimensions, at most %d", def->name, dims_n, FS_DIMS_MAX);
+        PyErr_Format(PyExc_ValueError, "%s has %zd dimensions, at most %d", def->name, dims_n,
+                     FS_DIMS_MAX);
         return -1;
     }
     def->trainable = trainable != 0;
@@ -73,8 +75,8 @@ take_param(PyObject *item, fs_param_def *def)
 }
 
 int
-fs_py_layout_take(PyObject *params, PyObject *units, PyObject *policy_tuple, int size, fs_layout **out_layout,
-                  fs_policy *out_policy)
+fs_py_layout_take(PyObject *params, PyObject *units, PyObject *policy_tuple, int size,
+                  fs_layout **out_layout, fs_policy *out_policy)
 {
     int result = -1;
     fs_partition partition;
@@ -105,16 +107,17 @@ fs_py_layout_take(PyObject *params, PyObject *units, PyObject *policy_tuple, int
     }
     for (Py_ssize_t u = 0; u < units_n; u++) {
         PyObject *item = PySequence_Fast_GET_ITEM(units_fast, u);
-        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "sii:unit", &unit_defs[u].name,
-                                                      &unit_defs[u].opens, &unit_defs[u].publishes)) {
+        if (!PyTuple_Check(item) ||
+            !PyArg_ParseTuple(item, "sii:unit", &unit_defs[u].name, &unit_defs[u].opens,
+                              &unit_defs[u].publishes)) {
             if (!PyErr_Occurred()) {
                 PyErr_Format(PyExc_TypeError, "units: expected tuples");
             }
             goto done;
         }
     }
-    fs_status status = fs_layout_make(param_defs, (int)params_n, unit_defs, (int)units_n, size, partition,
-                                      out_policy->slot_per_unit, out_layout);
+    fs_status status = fs_layout_make(param_defs, (int)params_n, unit_defs, (int)units_n, size,
+                                      partition, out_policy->slot_per_unit, out_layout);
     if (status != FS_OK) {
         fs_raise(status, NULL);
         goto done;
@@ -136,7 +139,8 @@ fs_py_ledger_dict(const fs_ledger *ledger)
         PyObject *row = Py_BuildValue("(nnn)", (Py_ssize_t)atomic_load(&ledger->private_nbytes[c]),
                                       (Py_ssize_t)atomic_load(&ledger->world_nbytes[c]),
                                       (Py_ssize_t)atomic_load(&ledger->peak_nbytes[c]));
-        if (row == NULL || PyDict_SetItemString(rows, fs_mem_class_name((fs_mem_class)c), row) < 0) {
+        if (row == NULL ||
+            PyDict_SetItemString(rows, fs_mem_class_name((fs_mem_class)c), row) < 0) {
             Py_CLEAR(rows);
         }
         Py_XDECREF(row);
@@ -196,7 +200,8 @@ layout_describe(PyObject *Py_UNUSED(module), PyObject *args)
     for (int p = 0; p < layout->params_n; p++) {
         const fs_param *param = &layout->params[p];
         Py_ssize_t grad_n = param->grad_n == FS_FROZEN ? -1 : (Py_ssize_t)param->grad_n;
-        if (append(param_rows, Py_BuildValue("(snn)", param->name, (Py_ssize_t)param->offset_n, grad_n)) < 0) {
+        if (append(param_rows,
+                   Py_BuildValue("(snn)", param->name, (Py_ssize_t)param->offset_n, grad_n)) < 0) {
             goto done;
         }
     }
@@ -205,14 +210,15 @@ layout_describe(PyObject *Py_UNUSED(module), PyObject *args)
         Py_ssize_t pos_n = seg->pos_n == FS_FROZEN ? -1 : (Py_ssize_t)seg->pos_n;
         if (append(seg_rows, Py_BuildValue("(iiinnnnn)", seg->cut, seg->unit, seg->param,
                                            (Py_ssize_t)seg->begin, (Py_ssize_t)seg->end,
-                                           (Py_ssize_t)seg->at_n, (Py_ssize_t)seg->own_n, pos_n)) < 0) {
+                                           (Py_ssize_t)seg->at_n, (Py_ssize_t)seg->own_n, pos_n)) <
+            0) {
             goto done;
         }
     }
     for (int k = 0; k < layout->order_n; k++) {
         const fs_unit_layout *unit = &layout->units[layout->order[k]];
-        if (append(order_rows, Py_BuildValue("(iiii)", layout->order[k], unit->opens, unit->publishes,
-                                             unit->slot)) < 0) {
+        if (append(order_rows, Py_BuildValue("(iiii)", layout->order[k], unit->opens,
+                                             unit->publishes, unit->slot)) < 0) {
             goto done;
         }
     }
@@ -233,7 +239,8 @@ done:
 
 static PyMethodDef functions[] = {
     {"layout_describe", layout_describe, METH_VARARGS,
-     "layout_describe($module, params, units, policy, size, /)\n--\n\n(params, segs, order, slots)."},
+     "layout_describe($module, params, units, policy, size, /)\n--\n\n(params, segs, order, "
+     "slots)."},
     {"shards_plan", shards_plan, METH_VARARGS,
      "shards_plan($module, params, units, policy, size, rank, moments_n, /)\n--\n\n"
      "{class: (private, world, peak)} bytes, without allocating them."},

@@ -116,7 +116,8 @@ fs_buffer_take(PyObject *object, const char *arg, bool writeable, fs_buffer *out
     }
     if (!PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISALIGNED(array)) {
         PyErr_Format(PyExc_ValueError,
-                     "%s: the array is not C-contiguous and aligned; pass numpy.ascontiguousarray(...) of it",
+                     "%s: the array is not C-contiguous and aligned; pass "
+                     "numpy.ascontiguousarray(...) of it",
                      arg);
         return -1;
     }

@@ -1,5 +1,5 @@
-/* _core.Shards: units, gather and release, stores and loads, gradients, the step. Policy and names live
- * in flatshard/shard.py and flatshard/optim.py. */
+/* _core.Shards: units, gather and release, stores and loads, gradients, the step. Policy and names
+ * live in flatshard/shard.py and flatshard/optim.py. */
 #include "binding.h"
 
 #include <stddef.h>
@@ -155,8 +155,8 @@ export_param(py_shards *object, const fs_param *param, const unsigned char *unit
     object->exports[param->unit]++;
     size_t at = param->offset_n * fs_dtype_nbytes(dtype);
     /* The array is made read-only: a write here would be seen by every rank. */
-    return fs_array_view(dtype, param->dims_n, param->dims, (void *)(uintptr_t)(unit_weights + at), false,
-                         (PyObject *)base);
+    return fs_array_view(dtype, param->dims_n, param->dims, (void *)(uintptr_t)(unit_weights + at),
+                         false, (PyObject *)base);
 }
 
 static PyObject *
@@ -204,9 +204,10 @@ shards_release(PyObject *self, PyObject *args)
         return NULL;
     }
     if (fs_unit_region(object->shards) == NULL && object->exports[unit] > 0) {
-        PyErr_Format(PyExc_BufferError,
-                     "unit %s is released while %zu of its arrays are still in use; copy what you keep",
-                     fs_shards_layout(object->shards)->units[unit].name, object->exports[unit]);
+        PyErr_Format(
+            PyExc_BufferError,
+            "unit %s is released while %zu of its arrays are still in use; copy what you keep",
+            fs_shards_layout(object->shards)->units[unit].name, object->exports[unit]);
         return NULL;
     }
     return none_or_raise(object, fs_unit_release(object->shards, unit));
@@ -246,7 +247,8 @@ move(PyObject *self, PyObject *args, bool store)
     Py_ssize_t begin;
     PyObject *array;
     py_shards *object;
-    if (!PyArg_ParseTuple(args, store ? "iinO:store" : "iinO:load", &param, &what, &begin, &array) ||
+    if (!PyArg_ParseTuple(args, store ? "iinO:store" : "iinO:load", &param, &what, &begin,
+                          &array) ||
         (object = enter(self)) == NULL) {
         return NULL;
     }
@@ -256,8 +258,8 @@ move(PyObject *self, PyObject *args, bool store)
         return NULL;
     }
     if (!fs_dtype_is_float(buffer.dtype) || what < 0 || what >= FS_ARRAY_COUNT || begin < 0) {
-        PyErr_Format(PyExc_ValueError, "dtype %s, array kind %d, begin %zd", fs_dtype_name(buffer.dtype), what,
-                     begin);
+        PyErr_Format(PyExc_ValueError, "dtype %s, array kind %d, begin %zd",
+                     fs_dtype_name(buffer.dtype), what, begin);
         fs_buffer_drop(&buffer);
         object->busy = false;
         return NULL;
@@ -266,10 +268,12 @@ move(PyObject *self, PyObject *args, bool store)
     size_t first = (size_t)begin, last = first + buffer.n;
     if (store) {
         SHARDS_CALL(object, status,
-                    fs_store(object->shards, param, (fs_array)what, first, last, buffer.data, buffer.dtype));
+                    fs_store(object->shards, param, (fs_array)what, first, last, buffer.data,
+                             buffer.dtype));
     } else {
-        SHARDS_CALL(object, status,
-                    fs_load(object->shards, param, (fs_array)what, first, last, buffer.data, buffer.dtype));
+        SHARDS_CALL(
+            object, status,
+            fs_load(object->shards, param, (fs_array)what, first, last, buffer.data, buffer.dtype));
     }
     fs_buffer_drop(&buffer);
     return none_or_raise(object, status);
@@ -305,8 +309,9 @@ shards_grad_put(PyObject *self, PyObject *args)
     }
     const fs_param *p = &fs_shards_layout(object->shards)->params[param];
     if (buffer.n != p->numel || !fs_dtype_is_float(buffer.dtype)) {
-        PyErr_Format(PyExc_ValueError, "gradient of %s: %zu elements of %s, expected %zu of a float dtype",
-                     p->name, buffer.n, fs_dtype_name(buffer.dtype), p->numel);
+        PyErr_Format(PyExc_ValueError,
+                     "gradient of %s: %zu elements of %s, expected %zu of a float dtype", p->name,
+                     buffer.n, fs_dtype_name(buffer.dtype), p->numel);
         fs_buffer_drop(&buffer);
         object->busy = false;
         return NULL;
@@ -322,7 +327,8 @@ shards_grad_publish(PyObject *self, PyObject *args)
 {
     int unit, keep_local;
     py_shards *object;
-    if (!PyArg_ParseTuple(args, "ip:grad_publish", &unit, &keep_local) || (object = enter(self)) == NULL) {
+    if (!PyArg_ParseTuple(args, "ip:grad_publish", &unit, &keep_local) ||
+        (object = enter(self)) == NULL) {
         return NULL;
     }
     if (check_unit(object, unit) < 0) {
@@ -340,7 +346,8 @@ shards_round_end(PyObject *self, PyObject *args)
     long long count;
     int keep_local;
     py_shards *object;
-    if (!PyArg_ParseTuple(args, "Lp:round_end", &count, &keep_local) || (object = enter(self)) == NULL) {
+    if (!PyArg_ParseTuple(args, "Lp:round_end", &count, &keep_local) ||
+        (object = enter(self)) == NULL) {
         return NULL;
     }
     fs_status status;
@@ -393,7 +400,8 @@ shards_agree(PyObject *self, PyObject *args)
     double max_norm;
     int norm, skip;
     py_shards *object;
-    if (!PyArg_ParseTuple(args, "dip:agree", &max_norm, &norm, &skip) || (object = enter(self)) == NULL) {
+    if (!PyArg_ParseTuple(args, "dip:agree", &max_norm, &norm, &skip) ||
+        (object = enter(self)) == NULL) {
         return NULL;
     }
     if (norm < 0 || norm >= FS_NORM_COUNT) {
@@ -402,12 +410,13 @@ shards_agree(PyObject *self, PyObject *args)
     }
     fs_verdict v;
     fs_status status;
-    SHARDS_CALL(object, status, fs_step_agree(object->shards, max_norm, (fs_grad_norm)norm, skip != 0, &v));
+    SHARDS_CALL(object, status,
+                fs_step_agree(object->shards, max_norm, (fs_grad_norm)norm, skip != 0, &v));
     if (status != FS_OK) {
         return fs_raise(status, object->world);
     }
-    return Py_BuildValue("(Niddiil)", PyBool_FromLong(v.applied), (int)v.reason, v.norm, v.clip, v.bad_param,
-                         v.bad_rank, (long)v.count);
+    return Py_BuildValue("(Niddiil)", PyBool_FromLong(v.applied), (int)v.reason, v.norm, v.clip,
+                         v.bad_param, v.bad_rank, (long)v.count);
 }
 
 /* A list of (lr, beta1, beta2, eps, weight_decay, momentum, nesterov, lr_decay). */
@@ -426,9 +435,9 @@ take_groups(PyObject *list, Py_ssize_t *out_n)
     for (Py_ssize_t g = 0; groups != NULL && g < n; g++) {
         fs_group *group = &groups[g];
         int nesterov = 0;
-        if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(fast, g), "ddddddpd", &group->lr, &group->beta1,
-                              &group->beta2, &group->eps, &group->weight_decay, &group->momentum, &nesterov,
-                              &group->lr_decay)) {
+        if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(fast, g), "ddddddpd", &group->lr,
+                              &group->beta1, &group->beta2, &group->eps, &group->weight_decay,
+                              &group->momentum, &nesterov, &group->lr_decay)) {
             PyMem_Free(groups);
             groups = NULL;
             break;
@@ -446,7 +455,8 @@ shards_finish(PyObject *self, PyObject *args)
     int rule;
     PyObject *groups_list, *group_of_array, *steps_array;
     py_shards *object;
-    if (!PyArg_ParseTuple(args, "iOOO:finish", &rule, &groups_list, &group_of_array, &steps_array) ||
+    if (!PyArg_ParseTuple(args, "iOOO:finish", &rule, &groups_list, &group_of_array,
+                          &steps_array) ||
         (object = enter(self)) == NULL) {
         return NULL;
     }
@@ -468,13 +478,15 @@ shards_finish(PyObject *self, PyObject *args)
     for (size_t p = 0; p < params_n; p++) {
         int group = ((const int *)group_of.data)[p];
         if (group < 0 || group >= groups_n) {
-            PyErr_Format(PyExc_ValueError, "parameter %zu is in group %d of %zd", p, group, groups_n);
+            PyErr_Format(PyExc_ValueError, "parameter %zu is in group %d of %zd", p, group,
+                         groups_n);
             goto done;
         }
     }
     fs_status status;
-    SHARDS_CALL(object, status,
-                fs_optimizer_finish(object->shards, (fs_rule)rule, groups, group_of.data, steps.data));
+    SHARDS_CALL(
+        object, status,
+        fs_optimizer_finish(object->shards, (fs_rule)rule, groups, group_of.data, steps.data));
     result = none_or_raise(object, status);
 done:
     object->busy = false;
@@ -540,8 +552,8 @@ shards_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"world", "params", "units", "policy", NULL};
     PyObject *world_object, *params, *units, *policy_tuple;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO:Shards", names, &world_object, &params, &units,
-                                     &policy_tuple)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO:Shards", names, &world_object, &params,
+                                     &units, &policy_tuple)) {
         return NULL;
     }
     fs_world *world = fs_py_world_get(world_object);
@@ -550,7 +562,8 @@ shards_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     fs_layout *layout;
     fs_policy policy;
-    if (fs_py_layout_take(params, units, policy_tuple, fs_world_size(world), &layout, &policy) < 0) {
+    if (fs_py_layout_take(params, units, policy_tuple, fs_world_size(world), &layout, &policy) <
+        0) {
         return NULL;
     }
     py_shards *object = (py_shards *)type->tp_alloc(type, 0);
@@ -590,7 +603,8 @@ shards_close(PyObject *self, PyObject *Py_UNUSED(ignored))
     }
     for (int u = 0; fs_unit_region(object->shards) == NULL && u < object->units_n; u++) {
         if (object->exports[u] > 0) {
-            PyErr_Format(PyExc_BufferError, "shards are closed while %zu arrays of unit %s are in use",
+            PyErr_Format(PyExc_BufferError,
+                         "shards are closed while %zu arrays of unit %s are in use",
                          object->exports[u], fs_shards_layout(object->shards)->units[u].name);
             return NULL;
         }
@@ -621,7 +635,8 @@ static PyMethodDef shards_methods[] = {
     {"store_end", shards_store_end, METH_NOARGS,
      "store_end($self, /)\n--\n\nEnds a batch of stores. Collective."},
     {"store", shards_store, METH_VARARGS,
-     "store($self, param, what, begin, array, /)\n--\n\nWrites elements from begin on; kept ones alone."},
+     "store($self, param, what, begin, array, /)\n--\n\nWrites elements from begin on; kept ones "
+     "alone."},
     {"load", shards_load, METH_VARARGS,
      "load($self, param, what, begin, array, /)\n--\n\nReads elements from begin on."},
     {"grad_put", shards_grad_put, METH_VARARGS,
@@ -647,7 +662,8 @@ static PyMethodDef shards_methods[] = {
      "check_whole($self, /)\n--\n\nRaises RuntimeError after a torn step."},
     {"range", shards_range, METH_VARARGS,
      "range($self, param, cut, /)\n--\n\n(begin, end) of a parameter in a cut."},
-    {"close", shards_close, METH_NOARGS, "close($self, /)\n--\n\nGives the memory back. Never waits."},
+    {"close", shards_close, METH_NOARGS,
+     "close($self, /)\n--\n\nGives the memory back. Never waits."},
     {NULL, NULL, 0, NULL},
 };
 

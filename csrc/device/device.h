@@ -64,13 +64,13 @@ typedef enum fs_rule {
     FS_RULE_COUNT
 } fs_rule;
 
-/* Hyperparameters of one parameter in one step. Each scalar is computed in fp64 on the host from the
- * parameter's own step count and rounded once to fp32 (optim.c). */
+/* Hyperparameters of one parameter in one step. Each scalar is computed in fp64 on the host from
+ * the parameter's own step count and rounded once to fp32 (optim.c). */
 typedef struct fs_hyper {
     fs_rule rule;
     float lr;
-    float decay;          /* SGD, ADAM, ADAGRAD: weight_decay (L2, added to the gradient); ADAMW, LION:
-                           * 1 - lr * weight_decay */
+    float decay; /* SGD, ADAM, ADAGRAD: weight_decay (L2, added to the gradient); ADAMW, LION:
+                  * 1 - lr * weight_decay */
     float beta1, beta2;   /* SGD: beta1 is the momentum */
     float one_minus_beta1, one_minus_beta2; /* rounded from fp64: 1.0f - 0.9f != (float)0.1 */
     float eps;
@@ -82,23 +82,24 @@ typedef struct fs_hyper {
 } fs_hyper;
 
 /* One segment of one parameter. The master weight is read and written where there is one, else
- * weight itself (of weight_dtype) is; weight receives the new value rounded to nearest even, or at random
- * (see stochastic). */
+ * weight itself (of weight_dtype) is; weight receives the new value rounded to nearest even, or at
+ * random (see stochastic). */
 typedef struct fs_update {
     fs_hyper hyper;
     float grad_scale; /* clip / (count * loss scale): multiplied into the gradient on load */
     const void *grad; /* n of grad_dtype */
     fs_dtype grad_dtype;
     float *master;      /* n, or NULL: weight is the master */
-    void *weight;       /* n of weight_dtype; NULL: not this rank's to write (then state alone moves) */
+    void *weight; /* n of weight_dtype; NULL: not this rank's to write (then state alone moves) */
     const void *weight_read; /* used when weight and master are NULL: the old weight, read only */
     fs_dtype weight_dtype;
     void *moment1; /* n of moment_dtype; NULL where the rule has none */
     void *moment2;
     void *moment3; /* ADAM, ADAMW: the largest second moment (AMSGrad), or NULL */
     fs_dtype moment_dtype;
-    /* Weight and moments of bf16 are rounded up or down at random, in proportion: by hyper.random_key, by
-     * which array it is, and by the element of the parameter, where first is that of element 0 here. */
+    /* Weight and moments of bf16 are rounded up or down at random, in proportion: by
+     * hyper.random_key, by which array it is, and by the element of the parameter, where first is
+     * that of element 0 here. */
     bool stochastic;
     uint64_t first;
     size_t n;
@@ -106,9 +107,9 @@ typedef struct fs_update {
 
 // ---- GEMM ---------------------------------------------------------------------------------------
 
-/* C[m,n] = A[m,k] B[k,n] + beta C, row-major fp32, leading dimensions in elements; trans_x says that
- * the operand is stored transposed. beta is 0 (C may hold anything, NaN included) or 1. Cut on a
- * fixed grid of FS_GEMM_ROWS rows of C; each tile is one single-threaded BLAS call. */
+/* C[m,n] = A[m,k] B[k,n] + beta C, row-major fp32, leading dimensions in elements; trans_x says
+ * that the operand is stored transposed. beta is 0 (C may hold anything, NaN included) or 1. Cut on
+ * a fixed grid of FS_GEMM_ROWS rows of C; each tile is one single-threaded BLAS call. */
 #define FS_GEMM_ROWS 512
 typedef struct fs_gemm {
     bool trans_a, trans_b;
@@ -129,7 +130,8 @@ struct fs_device {
     const char *build_id; /* of the sources; a plugin of another build is refused */
     const char *name;     /* "cpu/avx512" */
 
-    /* dst = src; ranges must not overlap. The one user of streaming stores: fenced before return. */
+    /* dst = src; ranges must not overlap. The one user of streaming stores: fenced before
+     * return. */
     void (*copy)(const fs_exec *exec, void *dst, const void *src, size_t nbytes);
     /* dst[i] = src[i] converted, round to nearest even, NaN kept quiet; fp32, fp64, bf16, fp16. */
     void (*convert)(const fs_exec *exec, void *dst, fs_dtype dst_dtype, const void *src,
@@ -140,11 +142,13 @@ struct fs_device {
     double (*sumsq)(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n);
     /* First element that is not finite, or n. */
     size_t (*find_nonfinite)(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n);
-    /* out = (acc op src) element by element for collectives; integers wrap. op: see fs_reduce_op. */
-    void (*combine)(const fs_exec *exec, int op, fs_dtype dtype, void *acc, const void *src, size_t n);
+    /* out = (acc op src) element by element for collectives; integers wrap. op: see
+     * fs_reduce_op. */
+    void (*combine)(const fs_exec *exec, int op, fs_dtype dtype, void *acc, const void *src,
+                    size_t n);
     void (*gemm)(const fs_exec *exec, const fs_gemm *gemm);
-    /* Products that do not touch each other's C, their tiles in one grid: the same bits as one by one,
-     * and work for more threads than the rows of a small one are tiles. */
+    /* Products that do not touch each other's C, their tiles in one grid: the same bits as one by
+     * one, and work for more threads than the rows of a small one are tiles. */
     void (*gemms)(const fs_exec *exec, const fs_gemm *gemms, size_t n);
     fs_model_ops model;
 };
@@ -156,10 +160,11 @@ typedef enum fs_reduce_op { FS_SUM = 0, FS_MEAN = 1, FS_MAX = 2, FS_MIN = 3 } fs
 FS_NODISCARD fs_status
 fs_device_cpu(fs_isa isa, const fs_device **out);
 
-/* Loads the CBLAS library that gemm uses (symbols cblas_sgemm or scipy_cblas_sgemm), once per process,
- * and sets it to one thread; a CBLAS that cannot be held to one (not OpenBLAS) is FS_EUNSUPPORTED.
- * Calls of gemm before this are a fault. Thread-safe. path: a shared library; a second call keeps
- * the first library. out_description (may be NULL): library and core name, valid for the process's life. */
+/* Loads the CBLAS library that gemm uses (symbols cblas_sgemm or scipy_cblas_sgemm), once per
+ * process, and sets it to one thread; a CBLAS that cannot be held to one (not OpenBLAS) is
+ * FS_EUNSUPPORTED. Calls of gemm before this are a fault. Thread-safe. path: a shared library; a
+ * second call keeps the first library. out_description (may be NULL): library and core name, valid
+ * for the process's life. */
 FS_NODISCARD fs_status
 fs_gemm_load(const char *path, const char **out_description);
 bool fs_gemm_is_loaded(void);

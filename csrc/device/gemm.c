@@ -55,8 +55,8 @@ load_locked(const char *path)
         return FS_FAIL(FS_EUNSUPPORTED, "%s is not a CBLAS library: it has neither "
                        "scipy_cblas_sgemm nor cblas_sgemm", path);
     }
-    /* Without this call another CBLAS may still thread inside one tile, and thread counts would show
-     * in the bits: say no instead. */
+    /* Without this call another CBLAS may still thread inside one tile, and thread counts would
+     * show in the bits: say no instead. */
     if (find_symbol(handle, threads_names, &set_threads) != FS_OK) {
         return FS_FAIL(FS_EUNSUPPORTED, "%s is not OpenBLAS: it has no openblas_set_num_threads, "
                        "so it cannot be held to one thread", path);

@@ -2,15 +2,15 @@
  *
  * A kernel is plain C in a file NAME.inc of this folder: static functions, no globals. kernels.inc
  * includes every such file and ends in the table. Each isa_SET.c turns its instruction set on by
- * pragma and includes kernels.inc, so the same source becomes code for each set; fs_device_cpu picks
- * one table at run time. Nothing outside this folder sees a kernel by name.
+ * pragma and includes kernels.inc, so the same source becomes code for each set; fs_device_cpu
+ * picks one table at run time. Nothing outside this folder sees a kernel by name.
  *
  * To add a kernel file:
  *   1. write csrc/device/NAME.inc. Operations of the table are named FS_KERNEL(op), which gives
  *      fs_op__avx2 and so on: the set shows in a profile. Helpers are plain static functions;
  *   2. add #include "NAME.inc" to kernels.inc, above the table;
- *   3. add the row to the table at the end of kernels.inc (the model's operations: to the initialiser
- *      FS_MODEL_OPS_ROWS, which model.inc defines).
+ *   3. add the row to the table at the end of kernels.inc (the model's operations: to the
+ *      initialiser FS_MODEL_OPS_ROWS, which model.inc defines).
  *
  * What a kernel file may use: FS_ISA_FLOATS (floats in a vector register: 4, 8 or 16), base/math.h,
  * the headers below, tiles.h, vector extensions of GCC (vector_size); intrinsics only in copy.inc,

@@ -7,7 +7,8 @@
 #define FS_ISA_FLOATS 8
 
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx,avx2,fma,f16c,bmi,bmi2,lzcnt"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx,avx2,fma,f16c,bmi,bmi2,lzcnt"))), \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx,avx2,fma,f16c,bmi,bmi2,lzcnt")

@@ -1,8 +1,9 @@
-/* Update rules: what one step does to one element, each in one function, in the form of torch.optim.
+/* Update rules: what one step does to one element, each in one function, in the form of
+ * torch.optim.
  *
- * g is the gradient as summed, scale what it is multiplied by on load (clipping, mean and loss scale
- * in one number). Scalars come from fs_hyper, computed in fp64 and rounded once. A new rule is one
- * function here and one row in update.inc. */
+ * g is the gradient as summed, scale what it is multiplied by on load (clipping, mean and loss
+ * scale in one number). Scalars come from fs_hyper, computed in fp64 and rounded once. A new rule
+ * is one function here and one row in update.inc. */
 #ifndef FS_DEVICE_RULES_H
 #define FS_DEVICE_RULES_H
 
@@ -93,8 +94,8 @@ fs_rule_amsgradw(const fs_hyper *h, float scale, float g, float *w, float *m, fl
     *w = *w * h->decay - fs_rule_adam_step(h, *m, fs_rule_amsgrad_largest(*v, x));
 }
 
-/* The sign of the gradient blended with the momentum, whose own blend comes after; decay as AdamW's.
- * A blend of zero moves nothing. Chen et al. 2023, program 1. */
+/* The sign of the gradient blended with the momentum, whose own blend comes after; decay as
+ * AdamW's. A blend of zero moves nothing. Chen et al. 2023, program 1. */
 FS_HD void
 fs_rule_lion(const fs_hyper *h, float scale, float g, float *w, float *m)
 {

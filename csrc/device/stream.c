@@ -1,6 +1,6 @@
-/* Reads and writes arrays and does nothing with them: what memory allows an operation that touches as
- * many. Benchmarks divide by it. Plain stores. There are two ways, since neither is the faster for every
- * set of arrays: lines in turn, or tiles in turn with the next ones asked for. */
+/* Reads and writes arrays and does nothing with them: what memory allows an operation that touches
+ * as many. Benchmarks divide by it. Plain stores. There are two ways, since neither is the faster
+ * for every set of arrays: lines in turn, or tiles in turn with the next ones asked for. */
 #include "cpu_ops.h"
 
 #include <stdatomic.h>

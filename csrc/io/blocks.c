@@ -132,10 +132,11 @@ fs_reader_open(const char *folder, const char *name, const fs_blocks *blocks, fs
     }
     /* A range of the longest kind may touch one block more at each end; a small file needs less. */
     size_t blocks_n = fs_max_size(fs_blocks_count(reader.file.nbytes), 1);
-    reader.capacity = fs_min_size(FS_READER_NBYTES / FS_BLOCK_NBYTES + 2, blocks_n) * FS_BLOCK_NBYTES;
+    reader.capacity =
+        fs_min_size(FS_READER_NBYTES / FS_BLOCK_NBYTES + 2, blocks_n) * FS_BLOCK_NBYTES;
     FS_TRY_GOTO(fs_arena_open(&reader.arena, ledger, reader.capacity), st, fail);
-    FS_TRY_GOTO(fs_arena_take(&reader.arena, FS_MEM_CHECKPOINT, reader.capacity, &reader.buffer), st,
-                fail);
+    FS_TRY_GOTO(fs_arena_take(&reader.arena, FS_MEM_CHECKPOINT, reader.capacity, &reader.buffer),
+                st, fail);
     *out = reader;
     return FS_OK;
 fail:

@@ -75,13 +75,14 @@ typedef struct fs_reader {
     size_t bad_block;        /* after FS_ECORRUPT by a checksum: which block; else SIZE_MAX */
 } fs_reader;
 
-/* Opens folder/name. A size other than blocks->nbytes is FS_ECORRUPT. blocks must outlive the reader. */
+/* Opens folder/name. A size other than blocks->nbytes is FS_ECORRUPT. blocks must outlive the
+ * reader. */
 FS_NODISCARD fs_status
 fs_reader_open(const char *folder, const char *name, const fs_blocks *blocks, fs_ledger *ledger,
                fs_reader *out);
 
-/* Bytes [begin, end) of the file, at most FS_READER_NBYTES; valid until the next call, as aligned as
- * begin is. Reads whole blocks, checks each once, and keeps what overlaps the last call. */
+/* Bytes [begin, end) of the file, at most FS_READER_NBYTES; valid until the next call, as aligned
+ * as begin is. Reads whole blocks, checks each once, and keeps what overlaps the last call. */
 FS_NODISCARD fs_status
 fs_reader_get(fs_reader *reader, size_t begin, size_t end, const unsigned char **out);
 

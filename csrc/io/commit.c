@@ -67,7 +67,8 @@ fail:
 }
 
 static fs_status
-commit(const char *folder, const char *final, const char *parent, const void *text, size_t text_nbytes)
+commit(const char *folder, const char *final, const char *parent, const void *text,
+       size_t text_nbytes)
 {
     fs_file file = FS_FILE_CLOSED;
     FS_TRY(fs_file_create(folder, "index.json", &file));
@@ -88,8 +89,8 @@ commit(const char *folder, const char *final, const char *parent, const void *te
 }
 
 fs_status
-fs_commit(fs_world *world, const char *folder, const char *final, const char *parent, const void *text,
-          size_t text_nbytes)
+fs_commit(fs_world *world, const char *folder, const char *final, const char *parent,
+          const void *text, size_t text_nbytes)
 {
     fs_status st = FS_OK;
     if (fs_world_rank(world) == 0) {

@@ -17,13 +17,13 @@
 
 // ---- by table -----------------------------------------------------------------------------------
 
-/* Bytes of one of the three stretches that the instruction works on at once (it takes three cycles and
- * can begin one each cycle). */
+/* Bytes of one of the three stretches that the instruction works on at once (it takes three cycles
+ * and can begin one each cycle). */
 #define LANE_NBYTES ((size_t)8192)
 
-/* table[0] is the classic one; table[k] moves a byte over k more zero bytes, so that eight bytes are
- * looked up at once. shift moves a register over LANE_NBYTES zero bytes, a byte of it at a time. Filled
- * at first use: the flag is set (release) after them and read (acquire) before. */
+/* table[0] is the classic one; table[k] moves a byte over k more zero bytes, so that eight bytes
+ * are looked up at once. shift moves a register over LANE_NBYTES zero bytes, a byte of it at a
+ * time. Filled at first use: the flag is set (release) after them and read (acquire) before. */
 static uint32_t table[8][256], shift[4][256];
 static _Atomic int tables_ready;
 

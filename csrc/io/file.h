@@ -1,7 +1,8 @@
-/* Files as the rest of io/ sees them: whole reads and whole writes, or an error that names the path.
+/* Files as the rest of io/ sees them: whole reads and whole writes, or an error that names the
+ * path.
  *
- * One call of the system moves at most 2 GiB, may move less, and may be interrupted; nothing outside
- * file.c needs to know. Names that come from a file are opened only after fs_name_check. */
+ * One call of the system moves at most 2 GiB, may move less, and may be interrupted; nothing
+ * outside file.c needs to know. Names that come from a file are opened only after fs_name_check. */
 #ifndef FS_IO_FILE_H
 #define FS_IO_FILE_H
 
@@ -22,8 +23,8 @@ typedef struct fs_file {
 FS_NODISCARD fs_status
 fs_name_check(const char *where, const char *name);
 
-/* Opens folder/name (folder NULL: name is a path of the caller's) for reading. Anything but a regular
- * file is FS_ECORRUPT and never blocks; a missing one is FS_ESYS with ENOENT. */
+/* Opens folder/name (folder NULL: name is a path of the caller's) for reading. Anything but a
+ * regular file is FS_ECORRUPT and never blocks; a missing one is FS_ESYS with ENOENT. */
 FS_NODISCARD fs_status
 fs_file_open(const char *folder, const char *name, fs_file *out);
 
@@ -47,7 +48,8 @@ void fs_file_start_writeback(const fs_file *file, size_t offset, size_t nbytes);
 FS_NODISCARD fs_status
 fs_file_sync(const fs_file *file);
 
-/* Closes; the error of a close that fails (a full network disk) is reported. Safe on a closed one. */
+/* Closes; the error of a close that fails (a full network disk) is reported. Safe on a closed
+ * one. */
 FS_NODISCARD fs_status
 fs_file_close(fs_file *file);
 

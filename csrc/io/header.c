@@ -58,7 +58,8 @@ put_string(text *to, const char *string, bool is_name)
         unsigned char c = (unsigned char)string[i];
         if (c < 0x20 || c == 0x7f) {
             if (is_name) {
-                return FS_FAIL(FS_EINVAL, "a tensor name holds control character 0x%02x", (unsigned)c);
+                return FS_FAIL(FS_EINVAL, "a tensor name holds control character 0x%02x",
+                               (unsigned)c);
             }
             char escape[8];
             int m = snprintf(escape, sizeof escape, "\\u%04x", (unsigned)c);
@@ -98,7 +99,8 @@ put_tensor(text *to, const fs_tensor_def *def, size_t *at)
                        FS_SAFETENSORS_DIMS_MAX);
     }
     if (*at % nbytes != 0) {
-        return FS_FAIL(FS_EINVAL, "tensor \"%s\" of %s would begin at byte %zu: wider dtypes come first",
+        return FS_FAIL(FS_EINVAL,
+                       "tensor \"%s\" of %s would begin at byte %zu: wider dtypes come first",
                        def->name, fs_dtype_name(def->dtype), *at);
     }
     if (strcmp(def->name, "__metadata__") == 0) {

@@ -155,8 +155,8 @@ hex4(fs_json *json, uint32_t *out)
     return FS_OK;
 }
 
-/* After \u: decodes one code point (a surrogate pair is one) to UTF-8 at *to. It needs at most as many
- * bytes as its escape had, so writing never overtakes reading. */
+/* After \u: decodes one code point (a surrogate pair is one) to UTF-8 at *to. It needs at most as
+ * many bytes as its escape had, so writing never overtakes reading. */
 static fs_status
 escape_u(fs_json *json, char **to)
 {

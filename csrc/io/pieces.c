@@ -69,14 +69,15 @@ take_ours(const fs_catalog *catalog, int file, const fs_tensor *tensor, fs_piece
     /* The header's text is in our arena; const only to its other readers. */
     char *name = (char *)(uintptr_t)tensor->name;
     if (!split_name(name, &piece->state, &piece->begin)) {
-        return FS_FAIL(FS_ECORRUPT, "%s/%s: \"%s\" is not the name of a piece", catalog->folder, path,
-                       name);
+        return FS_FAIL(FS_ECORRUPT, "%s/%s: \"%s\" is not the name of a piece", catalog->folder,
+                       path, name);
     }
     piece->name = name;
     const fs_shape_def key = {.name = name};
     const fs_shape_def *shape =
-        catalog->shapes_n == 0 ? NULL
-                               : bsearch(&key, catalog->shapes, catalog->shapes_n, sizeof key, shape_by_name);
+        catalog->shapes_n == 0
+            ? NULL
+            : bsearch(&key, catalog->shapes, catalog->shapes_n, sizeof key, shape_by_name);
     if (shape == NULL) {
         return FS_FAIL(FS_ECORRUPT, "%s/%s: holds a piece of \"%s\", which its index does not list",
                        catalog->folder, path, name);
@@ -100,9 +101,15 @@ take_file(fs_catalog *catalog, int file)
     const fs_safetensors *header = &catalog->headers[file];
     for (size_t t = 0; t < header->tensors_n; t++) {
         const fs_tensor *tensor = &header->tensors[t];
-        fs_piece piece = {.name = tensor->name, .state = FS_WEIGHT, .dtype = tensor->dtype,
-                          .dtype_name = tensor->dtype_name, .end = tensor->numel, .at = tensor->begin,
-                          .file = file, .dims_n = tensor->dims_n, .dims = tensor->dims};
+        fs_piece piece = {.name = tensor->name,
+                          .state = FS_WEIGHT,
+                          .dtype = tensor->dtype,
+                          .dtype_name = tensor->dtype_name,
+                          .end = tensor->numel,
+                          .at = tensor->begin,
+                          .file = file,
+                          .dims_n = tensor->dims_n,
+                          .dims = tensor->dims};
         if (catalog->ours) {
             FS_TRY(take_ours(catalog, file, tensor, &piece));
         }
@@ -157,8 +164,8 @@ damaged_header(const fs_catalog *catalog, int file, size_t block, fs_ledger *led
     } else if (catalog->ours) {
         (void)snprintf(what, sizeof what, "header, rank %d", file);
     }
-    return FS_FAIL(FS_ECORRUPT, "%s/%s: block %zu is damaged: %s", catalog->folder, catalog->files[file],
-                   block, what);
+    return FS_FAIL(FS_ECORRUPT, "%s/%s: block %zu is damaged: %s", catalog->folder,
+                   catalog->files[file], block, what);
 }
 
 static fs_status
@@ -167,7 +174,8 @@ read_headers(fs_catalog *catalog, fs_ledger *ledger)
     size_t pieces_n = 0;
     for (int f = 0; f < catalog->files_n; f++) {
         fs_reader reader;
-        FS_TRY(fs_reader_open(catalog->folder, catalog->files[f], catalog->blocks[f], ledger, &reader));
+        FS_TRY(fs_reader_open(catalog->folder, catalog->files[f], catalog->blocks[f], ledger,
+                              &reader));
         fs_status st = fs_safetensors_open(&reader, ledger, &catalog->headers[f]);
         size_t bad_block = reader.bad_block;
         fs_reader_close(&reader);
@@ -340,7 +348,8 @@ fs_catalog_describe(const fs_catalog *catalog, int file, size_t block, char *buf
     }
     for (size_t p = 0; p < catalog->pieces_n; p++) {
         fs_piece part;
-        if (catalog->pieces[p].file != file || !fs_piece_in_block(&catalog->pieces[p], block, &part)) {
+        if (catalog->pieces[p].file != file ||
+            !fs_piece_in_block(&catalog->pieces[p], block, &part)) {
             continue;
         }
         if (shown == 4 || to.used + 200 > nbytes) {

@@ -1,9 +1,10 @@
 /* Pieces: a folder is a sorted list of stretches of parameters, whoever wrote it.
  *
  * In our files a piece is one segment of one state of one parameter, a one-dimensional tensor named
- * "NAME:STATE:BEGIN" (STATE weight, moment1, moment2 or moment3; BEGIN in elements). In a Hugging Face folder a
- * piece is a whole tensor, state weight. Loading is intersection of pieces with what a rank keeps, so
- * the shape of the job that wrote a folder does not matter to the one that reads it. */
+ * "NAME:STATE:BEGIN" (STATE weight, moment1, moment2 or moment3; BEGIN in elements). In a Hugging
+ * Face folder a piece is a whole tensor, state weight. Loading is intersection of pieces with what
+ * a rank keeps, so the shape of the job that wrote a folder does not matter to the one that reads
+ * it. */
 #ifndef FS_IO_PIECES_H
 #define FS_IO_PIECES_H
 
@@ -60,9 +61,10 @@ typedef struct fs_catalog {
     int first_rank; /* of ours: file f was written by rank first_rank + f */
 } fs_catalog;
 
-/* Lists a folder's pieces: the one place where names and ranges of pieces are checked. ours: the files
- * were written by fs_save, file i by rank i, and shapes lists every parameter; otherwise every tensor
- * is a piece, and shapes is not read. FS_ECORRUPT names file and tensor; FS_ESYS: a file is missing. */
+/* Lists a folder's pieces: the one place where names and ranges of pieces are checked. ours: the
+ * files were written by fs_save, file i by rank i, and shapes lists every parameter; otherwise
+ * every tensor is a piece, and shapes is not read. FS_ECORRUPT names file and tensor; FS_ESYS: a
+ * file is missing. */
 FS_NODISCARD fs_status
 fs_catalog_open(const char *folder, const fs_file_def *files, int files_n, bool ours,
                 const fs_shape_def *shapes, size_t shapes_n, fs_ledger *ledger, fs_catalog **out);
@@ -72,8 +74,8 @@ void fs_catalog_close(fs_catalog *catalog);
 void fs_catalog_find(const fs_catalog *catalog, const char *name, fs_array state, size_t *out_first,
                      size_t *out_end);
 
-/* Says in words what lies in a block of a file: "layers.1.mlp.up_proj.weight rows 12-40, rank 0", with
- * "header" first where the header reaches into it. */
+/* Says in words what lies in a block of a file: "layers.1.mlp.up_proj.weight rows 12-40, rank 0",
+ * with "header" first where the header reaches into it. */
 void fs_catalog_describe(const fs_catalog *catalog, int file, size_t block, char *buffer,
                          size_t nbytes);
 
@@ -105,7 +107,8 @@ FS_NODISCARD fs_status
 fs_fetch(fs_fetcher *fetcher, const fs_piece *piece, size_t begin, size_t end, const void **out);
 size_t fs_fetcher_max(const fs_piece *piece);
 
-/* Elements [begin, end) of a parameter's state, from as many pieces as hold them, converted to dtype. */
+/* Elements [begin, end) of a parameter's state, from as many pieces as hold them, converted to
+ * dtype. */
 FS_NODISCARD fs_status
 fs_fetch_range(fs_fetcher *fetcher, const char *name, fs_array state, size_t begin, size_t end,
                void *dst, fs_dtype dtype);
@@ -118,9 +121,9 @@ typedef struct fs_read_def {
 } fs_read_def;
 
 /* Collective: everything that this rank keeps, from the catalog into shards, whatever the shape of
- * both. local: how opening the catalog went on this rank (catalog is NULL unless FS_OK). Fails on all
- * ranks if it fails on one, with that rank's reason; what is missing is found before anything is
- * written, damage while writing: then the weights are part old, part new. */
+ * both. local: how opening the catalog went on this rank (catalog is NULL unless FS_OK). Fails on
+ * all ranks if it fails on one, with that rank's reason; what is missing is found before anything
+ * is written, damage while writing: then the weights are part old, part new. */
 FS_NODISCARD fs_status
 fs_read(const fs_catalog *catalog, fs_status local, fs_shards *shards, const fs_read_def *def);
 
@@ -136,20 +139,20 @@ fs_stream(const char *folder, const char *name, const fs_tensor_def *defs, size_
           const fs_text_pair *metadata, size_t metadata_n, fs_source source, void *ctx,
           fs_ledger *ledger, fs_blocks *out_blocks);
 
-/* Collective: each rank writes the segments it speaks for (weights, and the first moments_n moments) to
- * folder/rank-RRRRR-of-WWWWW.safetensors. FS_ESTATE when a step did not finish. Room for all of them is
- * checked first. *out_blocks (world size entries, allocated here; fs_blocks_free each, fs_free)
- * describes every rank's file. Fails on all ranks if it fails on one; half files stay, for the caller
- * to remove with the folder. */
+/* Collective: each rank writes the segments it speaks for (weights, and the first moments_n
+ * moments) to folder/rank-RRRRR-of-WWWWW.safetensors. FS_ESTATE when a step did not finish. Room
+ * for all of them is checked first. *out_blocks (world size entries, allocated here; fs_blocks_free
+ * each, fs_free) describes every rank's file. Fails on all ranks if it fails on one; half files
+ * stay, for the caller to remove with the folder. */
 FS_NODISCARD fs_status
 fs_save(fs_shards *shards, const char *folder, int moments_n, fs_blocks **out_blocks);
 
 /* What a rank would save, copied, so that the training may go on while it is written. */
 typedef struct fs_snapshot fs_snapshot;
 
-/* Collective, as the first half of fs_save: room in folder is checked, and everything that this rank
- * speaks for is copied into memory charged as FS_MEM_CHECKPOINT to the world's ledger (which must
- * outlive the snapshot). */
+/* Collective, as the first half of fs_save: room in folder is checked, and everything that this
+ * rank speaks for is copied into memory charged as FS_MEM_CHECKPOINT to the world's ledger (which
+ * must outlive the snapshot). */
 FS_NODISCARD fs_status
 fs_snapshot_open(fs_shards *shards, const char *folder, int moments_n, fs_snapshot **out);
 

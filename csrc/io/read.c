@@ -30,8 +30,8 @@ open_file(fs_fetcher *fetcher, int file)
         fs_reader_close(&fetcher->reader);
         fetcher->open = false;
     }
-    FS_TRY(fs_reader_open(catalog->folder, catalog->files[file], catalog->blocks[file], fetcher->ledger,
-                          &fetcher->reader));
+    FS_TRY(fs_reader_open(catalog->folder, catalog->files[file], catalog->blocks[file],
+                          fetcher->ledger, &fetcher->reader));
     fetcher->open = true;
     fetcher->file = file;
     return FS_OK;
@@ -82,8 +82,8 @@ typedef fs_status (*part_of)(void *ctx, const fs_piece *piece, size_t begin, siz
 
 /* Walks the pieces of a state over [begin, end); what no piece holds is FS_ECORRUPT. */
 static fs_status
-walk(const fs_catalog *catalog, const char *name, fs_array state, size_t begin, size_t end, part_of call,
-     void *ctx)
+walk(const fs_catalog *catalog, const char *name, fs_array state, size_t begin, size_t end,
+     part_of call, void *ctx)
 {
     size_t low, high;
     fs_catalog_find(catalog, name, state, &low, &high);
@@ -100,8 +100,8 @@ walk(const fs_catalog *catalog, const char *name, fs_array state, size_t begin, 
         const fs_piece *piece = &catalog->pieces[p];
         if (p == last || piece->begin > begin) {
             return FS_FAIL(FS_ECORRUPT, "%s: no file holds elements %zu to %zu of \"%s\" (%s)",
-                           catalog->folder, begin, p == last ? end : fs_min_size(end, piece->begin), name,
-                           fs_state_name(state));
+                           catalog->folder, begin, p == last ? end : fs_min_size(end, piece->begin),
+                           name, fs_state_name(state));
         }
         size_t stop = fs_min_size(end, piece->end);
         FS_TRY(call(ctx, piece, begin, stop));
@@ -131,8 +131,8 @@ fetch_part(void *ctx, const fs_piece *piece, size_t begin, size_t end)
         if (piece->dtype == (int)to->dtype) {
             memcpy(to->dst, from, nbytes);
         } else if (!fs_dtype_is_float((fs_dtype)piece->dtype) || !fs_dtype_is_float(to->dtype)) {
-            return FS_FAIL(FS_ETYPE, "\"%s\" is %s and cannot become %s", piece->name, piece->dtype_name,
-                           fs_dtype_name(to->dtype));
+            return FS_FAIL(FS_ETYPE, "\"%s\" is %s and cannot become %s", piece->name,
+                           piece->dtype_name, fs_dtype_name(to->dtype));
         } else {
             to->fetcher->device->convert(&exec, to->dst, to->dtype, from, (fs_dtype)piece->dtype,
                                          stop - begin);
@@ -144,8 +144,8 @@ fetch_part(void *ctx, const fs_piece *piece, size_t begin, size_t end)
 }
 
 fs_status
-fs_fetch_range(fs_fetcher *fetcher, const char *name, fs_array state, size_t begin, size_t end, void *dst,
-               fs_dtype dtype)
+fs_fetch_range(fs_fetcher *fetcher, const char *name, fs_array state, size_t begin, size_t end,
+               void *dst, fs_dtype dtype)
 {
     range_to to = {fetcher, dst, dtype};
     return walk(fetcher->catalog, name, state, begin, end, fetch_part, &to);
@@ -186,8 +186,8 @@ add_want(void *ctx, const fs_piece *piece, size_t begin, size_t end)
 }
 
 static fs_status
-want_segment(const fs_catalog *catalog, const fs_read_def *def, const fs_param *param, const fs_seg *seg,
-             wants *list)
+want_segment(const fs_catalog *catalog, const fs_read_def *def, const fs_param *param,
+             const fs_seg *seg, wants *list)
 {
     const char *name = def->names[seg->param];
     size_t first, end;
@@ -198,8 +198,8 @@ want_segment(const fs_catalog *catalog, const fs_read_def *def, const fs_param *
         if (piece->dims_n != param->dims_n ||
             (param->dims_n > 0 &&
              memcmp(piece->dims, param->dims, param->dims_n * sizeof(size_t)) != 0)) {
-            return FS_FAIL(FS_ECORRUPT, "%s: \"%s\" has another shape than the model's", catalog->folder,
-                           name);
+            return FS_FAIL(FS_ECORRUPT, "%s: \"%s\" has another shape than the model's",
+                           catalog->folder, name);
         }
     }
     list->param = seg->param;
@@ -282,7 +282,8 @@ fs_read(const fs_catalog *catalog, fs_status local, fs_shards *shards, const fs_
     if (st == FS_OK) {
         st = fs_store_end(shards);
     } else if (st != FS_ABORTED) {
-        /* All ranks are here: the fence lets go of the weights, the reason stays the first one's. */
+        /* All ranks are here: the fence lets go of the weights, the reason stays the first
+         * one's. */
         fs_kept kept;
         fs_status_keep(st, &kept);
         fs_status ended = fs_store_end(shards);

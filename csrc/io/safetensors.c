@@ -60,15 +60,16 @@ check_tensor(const parse *p, fs_tensor *tensor, size_t dims_at, size_t data_nbyt
         }
     }
     if (nbits == 0) {
-        return FS_FAIL(FS_ECORRUPT, "%s: tensor \"%s\": dtype \"%s\" is not one of the format", path,
-                       tensor->name, tensor->dtype_name);
+        return FS_FAIL(FS_ECORRUPT, "%s: tensor \"%s\": dtype \"%s\" is not one of the format",
+                       path, tensor->name, tensor->dtype_name);
     }
     fs_dtype dtype;
     tensor->dtype = fs_dtype_parse(tensor->dtype_name, &dtype) ? (int)dtype : -1;
     size_t numel = 1, total;
     for (size_t d = 0; d < tensor->dims_n; d++) {
         if (!fs_mul_fits(numel, p->out.dims[dims_at + d], &numel)) {
-            return FS_FAIL(FS_ECORRUPT, "%s: tensor \"%s\": its shape overflows", path, tensor->name);
+            return FS_FAIL(FS_ECORRUPT, "%s: tensor \"%s\": its shape overflows", path,
+                           tensor->name);
         }
     }
     if (!fs_mul_fits(numel, nbits, &total) || total % 8 != 0) {
@@ -76,15 +77,18 @@ check_tensor(const parse *p, fs_tensor *tensor, size_t dims_at, size_t data_nbyt
                        path, tensor->name, numel, tensor->dtype_name);
     }
     if (tensor->begin > tensor->end || tensor->end > data_nbytes) {
-        return FS_FAIL(FS_ECORRUPT,
-                       "%s: tensor \"%s\": offsets %zu to %zu do not lie in the %zu bytes behind the "
-                       "header: the file is cut short or damaged", path, tensor->name, tensor->begin,
-                       tensor->end, data_nbytes);
+        return FS_FAIL(
+            FS_ECORRUPT,
+            "%s: tensor \"%s\": offsets %zu to %zu do not lie in the %zu bytes behind the "
+            "header: the file is cut short or damaged",
+            path, tensor->name, tensor->begin, tensor->end, data_nbytes);
     }
     if (tensor->end - tensor->begin != total / 8) {
-        return FS_FAIL(FS_ECORRUPT, "%s: tensor \"%s\": offsets span %zu bytes, its shape and dtype %s "
-                       "need %zu", path, tensor->name, tensor->end - tensor->begin,
-                       tensor->dtype_name, total / 8);
+        return FS_FAIL(FS_ECORRUPT,
+                       "%s: tensor \"%s\": offsets span %zu bytes, its shape and dtype %s "
+                       "need %zu",
+                       path, tensor->name, tensor->end - tensor->begin, tensor->dtype_name,
+                       total / 8);
     }
     tensor->numel = numel;
     return FS_OK;
@@ -99,8 +103,8 @@ read_shape(parse *p, fs_tensor *tensor)
     }
     do {
         if (tensor->dims_n == FS_SAFETENSORS_DIMS_MAX) {
-            return FS_FAIL(FS_ECORRUPT, "%s: tensor \"%s\" has more than %d dimensions", p->json.path,
-                           tensor->name, FS_SAFETENSORS_DIMS_MAX);
+            return FS_FAIL(FS_ECORRUPT, "%s: tensor \"%s\" has more than %d dimensions",
+                           p->json.path, tensor->name, FS_SAFETENSORS_DIMS_MAX);
         }
         FS_TRY(grow(&p->out.dims, p->dims_n, &p->dims_capacity, sizeof(size_t)));
         FS_TRY(fs_json_size(&p->json, &p->out.dims[p->dims_n]));
@@ -268,16 +272,16 @@ check_all(const char *path, fs_safetensors *all, size_t data_nbytes)
     for (size_t t = 0; t < all->tensors_n; t++) {
         const fs_tensor *tensor = &all->tensors[t];
         if (tensor->begin != at) {
-            return FS_FAIL(FS_ECORRUPT, "%s: tensor \"%s\" begins at byte %zu of the data, %s %zu", path,
-                           tensor->name, tensor->begin,
-                           tensor->begin < at ? "inside another that ends at" : "leaving a hole from",
-                           at);
+            return FS_FAIL(
+                FS_ECORRUPT, "%s: tensor \"%s\" begins at byte %zu of the data, %s %zu", path,
+                tensor->name, tensor->begin,
+                tensor->begin < at ? "inside another that ends at" : "leaving a hole from", at);
         }
         at = tensor->end;
     }
     if (at != data_nbytes) {
-        return FS_FAIL(FS_ECORRUPT, "%s: %zu bytes behind the header, but its tensors fill %zu", path,
-                       data_nbytes, at);
+        return FS_FAIL(FS_ECORRUPT, "%s: %zu bytes behind the header, but its tensors fill %zu",
+                       path, data_nbytes, at);
     }
     if (all->tensors_n > 0) {
         qsort(all->tensors, all->tensors_n, sizeof(fs_tensor), by_name);
@@ -306,8 +310,8 @@ fs_safetensors_parse(const char *path, char *text, size_t header_nbytes, size_t 
     parse p = {.json = {.begin = text, .at = text, .end = text + header_nbytes, .path = path}};
     fs_status st;
     if (header_nbytes == 0 || text[0] != '{') {
-        return FS_FAIL(FS_ECORRUPT, "%s: the header does not begin with '{': not a safetensors file",
-                       path);
+        return FS_FAIL(FS_ECORRUPT,
+                       "%s: the header does not begin with '{': not a safetensors file", path);
     }
     FS_TRY_GOTO(read_entries(&p, data_nbytes), st, fail);
     FS_TRY_GOTO(check_all(path, &p.out, data_nbytes), st, fail);
@@ -345,7 +349,8 @@ fs_safetensors_open(fs_reader *reader, fs_ledger *ledger, fs_safetensors *out)
     const unsigned char *bytes;
     size_t nbytes = reader->file.nbytes;
     if (nbytes < 8) {
-        return FS_FAIL(FS_ECORRUPT, "%s: %zu bytes, too short for a safetensors file", path, nbytes);
+        return FS_FAIL(FS_ECORRUPT, "%s: %zu bytes, too short for a safetensors file", path,
+                       nbytes);
     }
     FS_TRY(fs_reader_get(reader, 0, 8, &bytes));
     uint64_t stated = 0;
@@ -357,8 +362,10 @@ fs_safetensors_open(fs_reader *reader, fs_ledger *ledger, fs_safetensors *out)
                        (unsigned long long)stated, FS_SAFETENSORS_HEADER_MAX);
     }
     if (stated > nbytes - 8) {
-        return FS_FAIL(FS_ECORRUPT, "%s: states a header of %llu bytes, but only %zu follow: the file "
-                       "is cut short", path, (unsigned long long)stated, nbytes - 8);
+        return FS_FAIL(FS_ECORRUPT,
+                       "%s: states a header of %llu bytes, but only %zu follow: the file "
+                       "is cut short",
+                       path, (unsigned long long)stated, nbytes - 8);
     }
     size_t header_nbytes = (size_t)stated;
     fs_arena arena;
@@ -367,8 +374,8 @@ fs_safetensors_open(fs_reader *reader, fs_ledger *ledger, fs_safetensors *out)
     FS_TRY(fs_arena_open(&arena, ledger, header_nbytes + 1));
     FS_TRY_GOTO(fs_arena_take(&arena, FS_MEM_CHECKPOINT, header_nbytes + 1, &text), st, fail);
     FS_TRY_GOTO(read_text(reader, header_nbytes, text), st, fail);
-    FS_TRY_GOTO(fs_safetensors_parse(path, text, header_nbytes, nbytes - 8 - header_nbytes, out), st,
-                fail);
+    FS_TRY_GOTO(fs_safetensors_parse(path, text, header_nbytes, nbytes - 8 - header_nbytes, out),
+                st, fail);
     out->text = arena;
     return FS_OK;
 fail:

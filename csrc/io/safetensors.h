@@ -1,9 +1,9 @@
 /* safetensors: 8 bytes of header length, a JSON header, and the tensors end to end.
  *
  * Reading is strict, because files come from strangers: fs_safetensors_open is the one place where
- * sizes, offsets and names of a file are checked, and nothing of a file is used before. What it gives
- * has a header of at most 100 MB inside the file, unique names, and tensors that fill the rest of the
- * file without hole or overlap, each exactly as long as its shape and dtype say.
+ * sizes, offsets and names of a file are checked, and nothing of a file is used before. What it
+ * gives has a header of at most 100 MB inside the file, unique names, and tensors that fill the
+ * rest of the file without hole or overlap, each exactly as long as its shape and dtype say.
  *
  * Format: github.com/huggingface/safetensors, README, "Format". */
 #ifndef FS_IO_SAFETENSORS_H
@@ -80,9 +80,9 @@ typedef struct fs_header {
     size_t data_nbytes;   /* of all tensors together */
 } fs_header;
 
-/* The header of a file that holds these tensors in this order. Wider dtypes must come before narrower
- * ones (then every tensor begins aligned). FS_EINVAL: a name twice, not UTF-8 or with control
- * characters, an order that does not align, or a header over 100 MB. */
+/* The header of a file that holds these tensors in this order. Wider dtypes must come before
+ * narrower ones (then every tensor begins aligned). FS_EINVAL: a name twice, not UTF-8 or with
+ * control characters, an order that does not align, or a header over 100 MB. */
 FS_NODISCARD fs_status
 fs_header_make(const fs_tensor_def *defs, size_t defs_n, const fs_text_pair *metadata,
                size_t metadata_n, fs_header *out);

@@ -9,7 +9,8 @@
 // ---- streaming ----------------------------------------------------------------------------------
 
 static fs_status
-stream_tensor(fs_writer *writer, const fs_tensor_def *def, size_t index, fs_source source, void *ctx)
+stream_tensor(fs_writer *writer, const fs_tensor_def *def, size_t index, fs_source source,
+              void *ctx)
 {
     size_t nbytes = fs_dtype_nbytes(def->dtype), numel = 1;
     for (size_t d = 0; d < def->dims_n; d++) {
@@ -46,8 +47,8 @@ done:
 
 fs_status
 fs_stream(const char *folder, const char *name, const fs_tensor_def *defs, size_t defs_n,
-          const fs_text_pair *metadata, size_t metadata_n, fs_source source, void *ctx, fs_ledger *ledger,
-          fs_blocks *out_blocks)
+          const fs_text_pair *metadata, size_t metadata_n, fs_source source, void *ctx,
+          fs_ledger *ledger, fs_blocks *out_blocks)
 {
     fs_header header;
     FS_TRY(fs_header_make(defs, defs_n, metadata, metadata_n, &header));
@@ -125,7 +126,8 @@ list_items(save *call, int moments_n)
     fs_shards *shards = call->shards;
     const fs_policy *policy = fs_shards_policy(shards);
     int rank = fs_world_rank(fs_shards_world(shards));
-    static const fs_array arrays[1 + FS_MOMENTS_MAX] = {FS_MASTER, FS_MOMENT1, FS_MOMENT2, FS_MOMENT3};
+    static const fs_array arrays[1 + FS_MOMENTS_MAX] = {FS_MASTER, FS_MOMENT1, FS_MOMENT2,
+                                                        FS_MOMENT3};
     fs_seg_range all = fs_segs(fs_shards_layout(shards), rank, -1);
     call->capacity = (size_t)(all.end - all.seg) * (size_t)(1 + moments_n);
     FS_TRY(fs_calloc(call->capacity, sizeof *call->items, &call->items));
@@ -160,8 +162,8 @@ share_blocks(fs_world *world, const uint64_t *nbytes, fs_blocks *blocks)
     int size = fs_world_size(world), rank = fs_world_rank(world);
     char *all;
     size_t *counts;
-    FS_TRY(fs_share(world, FS_OP_SAVE, FS_OK, blocks[rank].crc, blocks[rank].n * sizeof(uint32_t), &all,
-                    &counts));
+    FS_TRY(fs_share(world, FS_OP_SAVE, FS_OK, blocks[rank].crc, blocks[rank].n * sizeof(uint32_t),
+                    &all, &counts));
     const char *from = all;
     fs_status st = FS_OK;
     for (int r = 0; r < size && st == FS_OK; from += counts[r], r++) {
@@ -179,8 +181,9 @@ share_blocks(fs_world *world, const uint64_t *nbytes, fs_blocks *blocks)
     return st;
 }
 
-/* Collective: lists what this rank writes, and looks whether folder has room for what all ranks write.
- * Fails on all ranks if it fails on one. nbytes: world size entries, of every rank's file. */
+/* Collective: lists what this rank writes, and looks whether folder has room for what all ranks
+ * write. Fails on all ranks if it fails on one. nbytes: world size entries, of every rank's
+ * file. */
 static fs_status
 prepare(save *call, const char *folder, int moments_n, fs_header *header, uint64_t *nbytes)
 {

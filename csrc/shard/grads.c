@@ -1,10 +1,10 @@
 /* Gradients: slots, the cursor over the fixed order, and the sum over ranks.
  *
- * The whole protocol: contribution k is the same unit on every rank. pub[r] counts what rank r has put
- * into its slots, red[r] what it has summed. Filling a slot needs red past the slot's last tenant on
- * every rank; summing k needs, of every rank, pub > k or fin <= k (the rank will not come: absent). A
- * unit out of turn stays private; the end of a micro-batch moves the cursor over what did not come.
- * Every wait sums first, so nobody waits for a rank that waits for him. */
+ * The whole protocol: contribution k is the same unit on every rank. pub[r] counts what rank r has
+ * put into its slots, red[r] what it has summed. Filling a slot needs red past the slot's last
+ * tenant on every rank; summing k needs, of every rank, pub > k or fin <= k (the rank will not
+ * come: absent). A unit out of turn stays private; the end of a micro-batch moves the cursor over
+ * what did not come. Every wait sums first, so nobody waits for a rank that waits for him. */
 #include "shards_internal.h"
 
 #include <string.h>
@@ -93,12 +93,13 @@ check_open(const fs_shards *shards, int u)
 {
     FS_TRY(fs_shards_ready(shards));
     if (shards->agreed) {
-        return FS_FAIL(FS_ESTATE, "rank %d: a gradient of unit %s came between grad_norm() and step()",
+        return FS_FAIL(FS_ESTATE,
+                       "rank %d: a gradient of unit %s came between grad_norm() and step()",
                        shards->rank, shards->layout->units[u].name);
     }
     if (shards->units[u].complete) {
-        return FS_FAIL(FS_ESTATE, "rank %d: unit %s was already reduced in this micro-batch", shards->rank,
-                       shards->layout->units[u].name);
+        return FS_FAIL(FS_ESTATE, "rank %d: unit %s was already reduced in this micro-batch",
+                       shards->rank, shards->layout->units[u].name);
     }
     return FS_OK;
 }
@@ -113,7 +114,8 @@ fs_grad_open(fs_shards *shards, int u, void **out_slot, bool *out_add)
     }
     if (!may_open(shards, u)) {
         return FS_FAIL(FS_ESTATE, "rank %d: unit %s is out of turn; %s comes next", shards->rank,
-                       layout->name, shards->layout->units[shards->layout->order[shards->cursor]].name);
+                       layout->name,
+                       shards->layout->units[shards->layout->order[shards->cursor]].name);
     }
     FS_TRY(open_slot(shards, u));
     const unsigned char *present = fs_slot_present(shards, shards->rank, layout->slot);
@@ -142,7 +144,8 @@ open_spill(fs_shards *shards, int u)
     }
     FS_TRY(fs_calloc((size_t)(layout->end - layout->first), 1, &unit->spill_present));
     FS_TRY(fs_calloc(unit_grad_nbytes(shards, u), 1, &unit->spill));
-    fs_ledger_charge(fs_world_ledger(shards->world), FS_MEM_SPILL, false, unit_grad_nbytes(shards, u));
+    fs_ledger_charge(fs_world_ledger(shards->world), FS_MEM_SPILL, false,
+                     unit_grad_nbytes(shards, u));
     unit->in_spill = true;
     return FS_OK;
 }
@@ -155,7 +158,8 @@ fs_grad_put(fs_shards *shards, int param, const void *src, fs_dtype src_dtype)
     fs_unit *unit = &shards->units[p->unit];
     FS_TRY(check_open(shards, p->unit));
     if (!p->trainable) {
-        return FS_FAIL(FS_EINVAL, "rank %d: %s is frozen and got a gradient", shards->rank, p->name);
+        return FS_FAIL(FS_EINVAL, "rank %d: %s is frozen and got a gradient", shards->rank,
+                       p->name);
     }
     unsigned char *present, *data;
     if (may_open(shards, p->unit)) {
@@ -173,8 +177,13 @@ fs_grad_put(fs_shards *shards, int param, const void *src, fs_dtype src_dtype)
     unsigned char *flag = &present[param - layout->first];
     if (*flag) {
         const void *sources[1] = {src};
-        fs_sum sum = {.src = sources, .src_n = 1, .src_dtype = src_dtype, .acc = to, .acc_dtype = dtype,
-                      .accumulate = true, .n = p->numel};
+        fs_sum sum = {.src = sources,
+                      .src_n = 1,
+                      .src_dtype = src_dtype,
+                      .acc = to,
+                      .acc_dtype = dtype,
+                      .accumulate = true,
+                      .n = p->numel};
         exec->device->sum(exec, &sum);
     } else {
         exec->device->convert(exec, to, dtype, src, src_dtype, p->numel);
@@ -199,7 +208,8 @@ publish_next(fs_shards *shards, bool keep_local)
                      (uint64_t)shards->cursor;
         shards->slot_tenant[shards->layout->units[u].slot] = k + 1;
         unit->opened = unit->kept_local = false;
-        atomic_store_explicit(&shards->blocks[shards->rank].counters->pub, k + 1, memory_order_release);
+        atomic_store_explicit(&shards->blocks[shards->rank].counters->pub, k + 1,
+                              memory_order_release);
         fs_bell(shards->world);
     }
     unit->complete = false;
@@ -212,15 +222,17 @@ fs_grad_publish(fs_shards *shards, int u, bool keep_local)
 {
     FS_TRY(check_open(shards, u));
     if (keep_local && !shards->policy.slot_per_unit) {
-        return FS_FAIL(FS_EINVAL, "gradients can stay local (sync=False) where every unit has its own slot: "
-                                  "at stages 0 and 1; at stages 2 and 3 each micro-batch is reduced as it comes");
+        return FS_FAIL(
+            FS_EINVAL,
+            "gradients can stay local (sync=False) where every unit has its own slot: "
+            "at stages 0 and 1; at stages 2 and 3 each micro-batch is reduced as it comes");
     }
     if (shards->layout->units[u].slot < 0) {
         return FS_OK;
     }
     if (shards->layout->units[u].publishes < shards->cursor) {
-        return FS_FAIL(FS_ESTATE, "rank %d: unit %s was already reduced in this micro-batch", shards->rank,
-                       shards->layout->units[u].name);
+        return FS_FAIL(FS_ESTATE, "rank %d: unit %s was already reduced in this micro-batch",
+                       shards->rank, shards->layout->units[u].name);
     }
     fs_world_note_unit(shards->world, shards->layout->units[u].name, -1);
     shards->units[u].complete = true;
@@ -273,7 +285,8 @@ fs_grad_finish_rounds(fs_shards *shards)
 
 // ---- summing ------------------------------------------------------------------------------------
 
-/* Is contribution k complete? False when a rank is still to come; *out_nobody: no rank brings it. */
+/* Is contribution k complete? False when a rank is still to come; *out_nobody: no rank brings
+ * it. */
 static bool
 all_came(const fs_shards *shards, uint64_t k, bool *out_nobody)
 {
@@ -284,8 +297,9 @@ all_came(const fs_shards *shards, uint64_t k, bool *out_nobody)
             nobody = false;
             continue;
         }
-        uint64_t fin = shards->fins_known ? shards->fins[r]
-                                          : atomic_load_explicit(&counters->fin, memory_order_acquire);
+        uint64_t fin = shards->fins_known
+                           ? shards->fins[r]
+                           : atomic_load_explicit(&counters->fin, memory_order_acquire);
         if (fin > k) {
             return false;
         }
@@ -304,7 +318,8 @@ source_of(const fs_shards *shards, int r, uint64_t k, const fs_seg *seg)
         return NULL;
     }
     size_t at = shards->layout->params[seg->param].grad_n + seg->begin;
-    return fs_slot_data(shards, r, unit->slot) + at * fs_dtype_nbytes(shards->policy.precision.reduce);
+    return fs_slot_data(shards, r, unit->slot) +
+           at * fs_dtype_nbytes(shards->policy.precision.reduce);
 }
 
 /* A segment's sum is not finite: finds the rank that produced it while its slot still stands. */
@@ -427,7 +442,8 @@ fs_settle(fs_shards *shards)
     fs_counters *mine = shards->blocks[shards->rank].counters;
     uint64_t order_n = (uint64_t)shards->layout->order_n;
     FS_TRY(fs_grad_finish_rounds(shards));
-    atomic_store_explicit(&mine->fin, shards->base + shards->rounds * order_n, memory_order_release);
+    atomic_store_explicit(&mine->fin, shards->base + shards->rounds * order_n,
+                          memory_order_release);
     fs_bell(shards->world);
     fs_payload payload = {.u = {shards->rounds}};
     const fs_what what = {.op = FS_OP_SETTLE, .dtype = -1, .root = -1};
@@ -441,11 +457,12 @@ fs_settle(fs_shards *shards)
     shards->fins_known = true;
     FS_TRY(fs_drain(shards));
     if (shards->red != shards->base + most * order_n) {
-        return FS_FAIL(FS_EINTERNAL, "settled at contribution %llu of %llu", (unsigned long long)shards->red,
+        return FS_FAIL(FS_EINTERNAL, "settled at contribution %llu of %llu",
+                       (unsigned long long)shards->red,
                        (unsigned long long)(shards->base + most * order_n));
     }
-    /* Peers that still sum know from their own meet how far this rank came (fins): the counter is set
-     * back before the next fence, pub moves on after it (fs_step_begin_next). */
+    /* Peers that still sum know from their own meet how far this rank came (fins): the counter is
+     * set back before the next fence, pub moves on after it (fs_step_begin_next). */
     atomic_store_explicit(&mine->fin, UINT64_MAX, memory_order_release);
     shards->settled = true;
     return FS_OK;

@@ -16,7 +16,8 @@ copy_param(const fs_param_def *def, int units_n, fs_param *param)
                        def->dims_n, FS_DIMS_MAX);
     }
     if (def->unit < 0 || def->unit >= units_n) {
-        return FS_FAIL(FS_EINVAL, "parameter %s names unit %d of %d", def->name, def->unit, units_n);
+        return FS_FAIL(FS_EINVAL, "parameter %s names unit %d of %d", def->name, def->unit,
+                       units_n);
     }
     param->dims_n = def->dims_n;
     param->numel = 1;
@@ -313,8 +314,8 @@ hash_layout(const fs_layout *layout)
 // ---- make and free ------------------------------------------------------------------------------
 
 fs_status
-fs_layout_make(const fs_param_def *params, int params_n, const fs_unit_def *units, int units_n, int size,
-               fs_partition partition, bool slot_per_unit, fs_layout **out)
+fs_layout_make(const fs_param_def *params, int params_n, const fs_unit_def *units, int units_n,
+               int size, fs_partition partition, bool slot_per_unit, fs_layout **out)
 {
     if (size < 1 || size > FS_RANKS_MAX) {
         return FS_FAIL(FS_EINVAL, "world size %d is not between 1 and %d", size, FS_RANKS_MAX);

@@ -24,7 +24,8 @@ fs_rule_takes_moments(fs_rule rule, int moments_n)
     return false;
 }
 
-/* base^exponent by repeated squaring: the same bits on every machine, which pow does not promise. */
+/* base^exponent by repeated squaring: the same bits on every machine, which pow does not
+ * promise. */
 static double
 power(double base, int64_t exponent)
 {
@@ -68,8 +69,8 @@ fs_hyper_make(fs_rule rule, const fs_group *group, int64_t step)
     return hyper;
 }
 
-/* Of a parameter in a step: the same for any world, stage, partition and instruction set, and after a
- * restart, since steps are counted per parameter and parameters in the order of the model. */
+/* Of a parameter in a step: the same for any world, stage, partition and instruction set, and after
+ * a restart, since steps are counted per parameter and parameters in the order of the model. */
 static uint64_t
 random_key(uint64_t seed, int64_t step, int param)
 {
@@ -88,8 +89,8 @@ fs_optimizer_finish(fs_shards *shards, fs_rule rule, const fs_group *groups, con
         return FS_FAIL(FS_ESTATE, "rank %d: no step was agreed on", shards->rank);
     }
     if (!fs_rule_takes_moments(rule, shards->moments_n)) {
-        return FS_FAIL(FS_EINVAL, "rank %d: rule %d does not go with %d moments", shards->rank, (int)rule,
-                       shards->moments_n);
+        return FS_FAIL(FS_EINVAL, "rank %d: rule %d does not go with %d moments", shards->rank,
+                       (int)rule, shards->moments_n);
     }
     bool applied = shards->verdict.applied;
     for (int p = 0; applied && p < layout->params_n; p++) {

@@ -1,4 +1,5 @@
-/* An optimizer over shards: hyperparameters per group, a step count per parameter, one call a step. */
+/* An optimizer over shards: hyperparameters per group, a step count per parameter, one call a
+ * step. */
 #ifndef FS_SHARD_OPTIM_H
 #define FS_SHARD_OPTIM_H
 
@@ -10,8 +11,8 @@ typedef struct fs_group {
     bool nesterov;
 } fs_group;
 
-/* May shards with moments_n moment arrays be moved by the rule? SGD keeps none, or one with momentum;
- * Adam and AdamW 2, or 3 with AMSGrad; Lion and Adagrad 1. */
+/* May shards with moments_n moment arrays be moved by the rule? SGD keeps none, or one with
+ * momentum; Adam and AdamW 2, or 3 with AMSGrad; Lion and Adagrad 1. */
 bool fs_rule_takes_moments(fs_rule rule, int moments_n);
 
 /* The scalars of step number step (1 = first) of a parameter: fp64, each rounded once.
@@ -19,8 +20,8 @@ bool fs_rule_takes_moments(fs_rule rule, int moments_n);
  * form of torch.optim. */
 fs_hyper fs_hyper_make(fs_rule rule, const fs_group *group, int64_t step);
 
-/* Finishes the step agreed on (fs_step_agree): steps[p] of each parameter that had a gradient moves if
- * the verdict applied. group_of and steps have params_n entries. */
+/* Finishes the step agreed on (fs_step_agree): steps[p] of each parameter that had a gradient moves
+ * if the verdict applied. group_of and steps have params_n entries. */
 FS_NODISCARD fs_status
 fs_optimizer_finish(fs_shards *shards, fs_rule rule, const fs_group *groups, const int *group_of,
                     int64_t *steps);

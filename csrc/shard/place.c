@@ -1,5 +1,5 @@
-/* Where everything of a rank lies: functions that only bump arenas, run without memory for the plan and
- * with it by open, and for every peer to find what it has. */
+/* Where everything of a rank lies: functions that only bump arenas, run without memory for the plan
+ * and with it by open, and for every peer to find what it has. */
 #include "shards_internal.h"
 
 #include <unistd.h>
@@ -15,17 +15,21 @@ fs_precision_check(const fs_precision *p)
     static const char *const names[] = {"param", "reduce", "accumulate", "moments"};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
         if (all[i] != FS_F32 && all[i] != FS_BF16 && all[i] != FS_F16) {
-            return FS_FAIL(FS_EUNSUPPORTED, "precision: %s=%s is not offered; float32, bfloat16 and float16 are",
+            return FS_FAIL(FS_EUNSUPPORTED,
+                           "precision: %s=%s is not offered; float32, bfloat16 and float16 are",
                            names[i], fs_dtype_name(all[i]));
         }
     }
     if (p->stochastic && (p->param != FS_BF16 || p->master)) {
-        return FS_FAIL(FS_EINVAL, "precision: rounding=stochastic with %s: it is for bfloat16 weights that "
-                                  "the step itself moves",
+        return FS_FAIL(FS_EINVAL,
+                       "precision: rounding=stochastic with %s: it is for bfloat16 weights that "
+                       "the step itself moves",
                        p->master ? "a master" : "a param that is not bfloat16");
     }
     if (p->master && p->param == FS_F32) {
-        return FS_FAIL(FS_EINVAL, "precision: master=float32 with param=float32: the weight is its own master");
+        return FS_FAIL(
+            FS_EINVAL,
+            "precision: master=float32 with param=float32: the weight is its own master");
     }
     return FS_OK;
 }
@@ -35,7 +39,8 @@ fs_policy_check(const fs_policy *policy, int size)
 {
     FS_TRY(fs_precision_check(&policy->precision));
     if (policy->keep < 1 || policy->keep > size || size % policy->keep != 0) {
-        return FS_FAIL(FS_EINVAL, "replicate=%d does not divide the world size %d", policy->keep, size);
+        return FS_FAIL(FS_EINVAL, "replicate=%d does not divide the world size %d", policy->keep,
+                       size);
     }
     if (policy->pool_units < 0) {
         return FS_FAIL(FS_EINVAL, "a pool of %d units", policy->pool_units);
@@ -53,7 +58,8 @@ present_nbytes(const fs_layout *layout)
 
 /* Offsets of the slots in a rank's `slots`, and their total. */
 fs_status
-fs_place_slots(const fs_layout *layout, const fs_policy *policy, size_t *slot_at, size_t *out_nbytes)
+fs_place_slots(const fs_layout *layout, const fs_policy *policy, size_t *slot_at,
+               size_t *out_nbytes)
 {
     size_t total = 0;
     for (int s = 0; s < layout->slots_n; s++) {
@@ -71,7 +77,8 @@ fs_place_slots(const fs_layout *layout, const fs_policy *policy, size_t *slot_at
 
 /* Elements of state and of packed weights that rank keeps. */
 static void
-kept_sizes(const fs_layout *layout, const fs_policy *policy, int rank, size_t *own_n, size_t *state_n)
+kept_sizes(const fs_layout *layout, const fs_policy *policy, int rank, size_t *own_n,
+           size_t *state_n)
 {
     int first = rank - rank % policy->keep;
     *own_n = *state_n = 0;
@@ -83,7 +90,8 @@ kept_sizes(const fs_layout *layout, const fs_policy *policy, int rank, size_t *o
 
 /* Everything of a rank in world memory, moments aside (the optimizer decides on those). */
 fs_status
-fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_arena *arena, fs_block *block)
+fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_arena *arena,
+               fs_block *block)
 {
     const fs_precision *precision = &policy->precision;
     size_t own_n, state_n, nbytes;
@@ -109,8 +117,8 @@ fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_ar
 }
 
 fs_status
-fs_place_moments(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank, fs_arena *arena,
-              fs_block *block)
+fs_place_moments(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank,
+                 fs_arena *arena, fs_block *block)
 {
     size_t own_n, state_n, nbytes;
     kept_sizes(layout, policy, rank, &own_n, &state_n);
@@ -142,10 +150,11 @@ is_held(const fs_unit_layout *unit)
     return unit->slot >= 0 && unit->opens < unit->publishes;
 }
 
-/* How many buffers the pool has: policy.pool_units in turn for ordinary units, and one for each unit
- * that stays gathered over others (a tie). Fills sizes when it is not NULL. */
+/* How many buffers the pool has: policy.pool_units in turn for ordinary units, and one for each
+ * unit that stays gathered over others (a tie). Fills sizes when it is not NULL. */
 int
-fs_place_pool_units(const fs_layout *layout, const fs_policy *policy, fs_unit *units, size_t *size_n)
+fs_place_pool_units(const fs_layout *layout, const fs_policy *policy, fs_unit *units,
+                    size_t *size_n)
 {
     int buffers = 0;
     size_t largest = 0;
@@ -185,16 +194,19 @@ fs_place_pool_units(const fs_layout *layout, const fs_policy *policy, fs_unit *u
 
 /* Private memory: the pool. buffers may be NULL while planning. */
 fs_status
-fs_place_private(const fs_layout *layout, const fs_policy *policy, fs_arena *arena, fs_pool_buffer *pool)
+fs_place_private(const fs_layout *layout, const fs_policy *policy, fs_arena *arena,
+                 fs_pool_buffer *pool)
 {
     size_t *size_n = NULL;
-    FS_TRY(fs_calloc((size_t)layout->units_n + 1 + (size_t)policy->pool_units, sizeof *size_n, &size_n));
+    FS_TRY(fs_calloc((size_t)layout->units_n + 1 + (size_t)policy->pool_units, sizeof *size_n,
+                     &size_n));
     int buffers = fs_place_pool_units(layout, policy, NULL, size_n);
     fs_status st = FS_OK;
     for (int b = 0; b < buffers && st == FS_OK; b++) {
         size_t nbytes;
         void *data = NULL;
-        FS_TRY_GOTO(fs_mul_size(size_n[b], fs_dtype_nbytes(policy->precision.param), &nbytes), st, done);
+        FS_TRY_GOTO(fs_mul_size(size_n[b], fs_dtype_nbytes(policy->precision.param), &nbytes), st,
+                    done);
         FS_TRY_GOTO(fs_arena_take(arena, FS_MEM_POOL, nbytes, &data), st, done);
         if (pool != NULL) {
             pool[b] = (fs_pool_buffer){.data = data, .unit = -1};

@@ -1,10 +1,10 @@
 /* Shards: what is flat, what a rank owns, gather and reduce, the verdict.
  *
- * Words. A parameter belongs to one unit (a tie is one parameter with two names). A unit's parameters
- * lie end to end in one buffer, each at an offset rounded to FS_SHARD_ALIGN_N elements. The buffer is
- * cut W ways (W = world size); a segment is part of one parameter in one cut. Rank r speaks for cut r
- * (norm, shared weights, checkpoint) at every stage and keeps (reduces, updates) the R cuts of its
- * group, its own among them: R = 1 sharded, R = replicate hybrid, R = W stage 0.
+ * Words. A parameter belongs to one unit (a tie is one parameter with two names). A unit's
+ * parameters lie end to end in one buffer, each at an offset rounded to FS_SHARD_ALIGN_N elements.
+ * The buffer is cut W ways (W = world size); a segment is part of one parameter in one cut. Rank r
+ * speaks for cut r (norm, shared weights, checkpoint) at every stage and keeps (reduces, updates)
+ * the R cuts of its group, its own among them: R = 1 sharded, R = replicate hybrid, R = W stage 0.
  *
  * Stages, gathers, hybrid and reshard are three integers fixed at open (fs_policy); no code below
  * fs_shards_open mentions a stage. */
@@ -21,7 +21,8 @@
 #include "../comm/comm.h"
 #include "../device/device.h"
 
-/* 128 bytes of the narrowest compute dtype; equal for all dtypes so that cuts do not depend on it. */
+/* 128 bytes of the narrowest compute dtype; equal for all dtypes so that cuts do not depend on
+ * it. */
 #define FS_SHARD_ALIGN_N 64
 #define FS_DIMS_MAX 8
 
@@ -43,9 +44,9 @@ typedef struct fs_param_def {
 
 typedef struct fs_unit_def {
     const char *name;
-    /* Places in the order of publishing: contribution `publishes` of a round is this unit's, and its
-     * slot is needed from contribution `opens` on (earlier than publishes only for a tied unit whose
-     * gradient starts at one place and ends at another). */
+    /* Places in the order of publishing: contribution `publishes` of a round is this unit's, and
+     * its slot is needed from contribution `opens` on (earlier than publishes only for a tied unit
+     * whose gradient starts at one place and ends at another). */
     int opens, publishes;
 } fs_unit_def;
 
@@ -111,9 +112,9 @@ typedef struct fs_layout {
 /* slot_per_unit: one gradient slot per unit, else two in turn and one for each unit whose slot is
  * open over others (a tie). Parameters are listed unit by unit. Names must be
  * unique (ties included). Fails before allocating anything large. */
-FS_NODISCARD fs_status
-fs_layout_make(const fs_param_def *params, int params_n, const fs_unit_def *units, int units_n, int size,
-               fs_partition partition, bool slot_per_unit, fs_layout **out);
+FS_NODISCARD fs_status fs_layout_make(const fs_param_def *params, int params_n,
+                                      const fs_unit_def *units, int units_n, int size,
+                                      fs_partition partition, bool slot_per_unit, fs_layout **out);
 void fs_layout_free(fs_layout *layout);
 
 /* The one loop over segments: those of a cut, of one unit (or all: unit -1). Use:
@@ -128,7 +129,11 @@ int fs_layout_find(const fs_layout *layout, const char *name);
 
 // ---- policy -------------------------------------------------------------------------------------
 
-typedef enum fs_weights { FS_WEIGHTS_SHARED = 0, FS_WEIGHTS_WHOLE = 1, FS_WEIGHTS_SHARD = 2 } fs_weights;
+typedef enum fs_weights {
+    FS_WEIGHTS_SHARED = 0,
+    FS_WEIGHTS_WHOLE = 1,
+    FS_WEIGHTS_SHARD = 2
+} fs_weights;
 
 typedef struct fs_precision {
     fs_dtype param;      /* compute copy */
@@ -165,8 +170,8 @@ typedef enum fs_array {
     FS_ARRAY_COUNT
 } fs_array;
 
-/* Adds to plan what fs_shards_open (with moments_n moment arrays) will charge to rank's ledger. Needs
- * no world. */
+/* Adds to plan what fs_shards_open (with moments_n moment arrays) will charge to rank's ledger.
+ * Needs no world. */
 FS_NODISCARD fs_status
 fs_shards_plan(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank,
                fs_ledger *plan);
@@ -192,8 +197,8 @@ fs_world *fs_shards_world(const fs_shards *shards);
 
 /* Makes the unit's compute copy readable and returns it (unit buffer of precision.param elements,
  * parameter p at layout->params[p].offset_n). Nested gathers of one unit count. Same contract as a
- * collective: every rank gathers the same units in the same order. Fails with FS_ESTATE when the pool
- * is full, naming the units that hold it. */
+ * collective: every rank gathers the same units in the same order. Fails with FS_ESTATE when the
+ * pool is full, naming the units that hold it. */
 FS_NODISCARD fs_status
 fs_unit_gather(fs_shards *shards, int unit, const void **out);
 FS_NODISCARD fs_status
@@ -214,27 +219,29 @@ FS_NODISCARD fs_status
 fs_store(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, const void *src,
          fs_dtype src_dtype);
 
-/* Outside reads: on the node world never a collective, between steps. FS_WEIGHT is the compute copy,
- * FS_MASTER the fp32 master where there is one, else the compute copy widened. FS_GRAD is the summed
- * gradient, unscaled. */
+/* Outside reads: on the node world never a collective, between steps. FS_WEIGHT is the compute
+ * copy, FS_MASTER the fp32 master where there is one, else the compute copy widened. FS_GRAD is the
+ * summed gradient, unscaled. */
 FS_NODISCARD fs_status
 fs_load(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, void *dst,
         fs_dtype dst_dtype);
 
-/* Does rank r of the layout speak for element ranges of param? The begin and end of the parameter in
- * cut r (equal when none). */
-void fs_shards_range(const fs_layout *layout, int param, int cut, size_t *out_begin, size_t *out_end);
+/* Does rank r of the layout speak for element ranges of param? The begin and end of the parameter
+ * in cut r (equal when none). */
+void fs_shards_range(const fs_layout *layout, int param, int cut, size_t *out_begin,
+                     size_t *out_end);
 
 // ---- gradients ----------------------------------------------------------------------------------
 
 /* The slot of a unit whose turn it is, for writing gradients in place: parameter p at
  * (fp32 *)slot + layout->params[p].grad_n when precision.reduce is fp32. *out_add says that the
- * slot already holds this round's sum (beta 1); false: write, do not add (beta 0). Waits until every
- * rank has summed the slot's last tenant. */
+ * slot already holds this round's sum (beta 1); false: write, do not add (beta 0). Waits until
+ * every rank has summed the slot's last tenant. */
 FS_NODISCARD fs_status
 fs_grad_open(fs_shards *shards, int unit, void **out_slot, bool *out_add);
 
-/* Says that the slot now holds a gradient for param (native writers; fs_grad_put does it itself). */
+/* Says that the slot now holds a gradient for param (native writers; fs_grad_put does it
+ * itself). */
 void fs_grad_mark(fs_shards *shards, int unit, int param);
 
 /* For callers with arrays: copies (first) or adds (again) numel elements; out of turn they are held
@@ -258,14 +265,15 @@ fs_grad_drop(fs_shards *shards);
 
 // ---- step ---------------------------------------------------------------------------------------
 
-/* The factor by which losses, and so gradients, are multiplied in backward: undone inside the step, in
- * fp32. A power of two, equal on all ranks (compared when they agree); may change only between steps:
- * FS_ESTATE once a gradient has come. A non-finite gradient is then an overflow. 0 restores "none". */
+/* The factor by which losses, and so gradients, are multiplied in backward: undone inside the step,
+ * in fp32. A power of two, equal on all ranks (compared when they agree); may change only between
+ * steps: FS_ESTATE once a gradient has come. A non-finite gradient is then an overflow. 0 restores
+ * "none". */
 FS_NODISCARD fs_status
 fs_shards_set_loss_scale(fs_shards *shards, double scale);
 
-/* For a producer of sums over many tokens: a constant power of two that it multiplies gradients by, on
- * top of the loss scale, so that the sums fit a 16-bit slot. Once, before the first gradient. */
+/* For a producer of sums over many tokens: a constant power of two that it multiplies gradients by,
+ * on top of the loss scale, so that the sums fit a 16-bit slot. Once, before the first gradient. */
 void fs_shards_set_prescale(fs_shards *shards, double prescale);
 
 /* What backward multiplies gradients by: loss scale times prescale; 1 without either. */
@@ -286,20 +294,21 @@ typedef struct fs_verdict {
     double norm;      /* of the averaged, unscaled gradient, before clipping */
     double clip;      /* coefficient, 1 when not clipped */
     double grad_scale; /* clip / (count or ranks * loss scale) */
-    int bad_param, bad_rank; /* first parameter that is not finite, and a rank that produced it; -1 */
+    int bad_param,
+        bad_rank;     /* first parameter that is not finite, and a rank that produced it; -1 */
     int64_t count;    /* global sum of counts, 0 when none was given */
 } fs_verdict;
 
-/* Settles (everyone's contributions are in) and agrees: the write fence. max_norm <= 0: no clipping.
- * local_skip: this rank wants the step skipped (an error in its batch). A second call before
- * fs_step_finish returns the same verdict and costs nothing (max_norm and norm must be equal, here and
- * on all ranks). */
-FS_NODISCARD fs_status
-fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm, bool local_skip, fs_verdict *out);
+/* Settles (everyone's contributions are in) and agrees: the write fence. max_norm <= 0: no
+ * clipping. local_skip: this rank wants the step skipped (an error in its batch). A second call
+ * before fs_step_finish returns the same verdict and costs nothing (max_norm and norm must be
+ * equal, here and on all ranks). */
+FS_NODISCARD fs_status fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm,
+                                     bool local_skip, fs_verdict *out);
 
 /* Updates the kept segments with hyper[param] (params_n entries) if the verdict applied, publishes:
- * the read fence. No signal, allocation or Python in between. had[param] tells which parameters had a
- * gradient (their step counts move). */
+ * the read fence. No signal, allocation or Python in between. had[param] tells which parameters had
+ * a gradient (their step counts move). */
 FS_NODISCARD fs_status
 fs_step_finish(fs_shards *shards, const fs_hyper *hyper);
 

@@ -34,7 +34,8 @@ open_memory(fs_shards *shards)
     FS_TRY(fs_place_image(layout, policy, &stride));
     if (policy->weights == FS_WEIGHTS_SHARED) {
         FS_TRY(fs_region_open(shards->world, "shared weights", stride, &shards->image_region));
-        fs_arena_init_over(&shards->image_arena, ledger, fs_region_block(shards->image_region, shards->rank),
+        fs_arena_init_over(&shards->image_arena, ledger,
+                           fs_region_block(shards->image_region, shards->rank),
                            fs_region_stride(shards->image_region));
         void *mine;
         FS_TRY(fs_arena_take(&shards->image_arena, FS_MEM_WEIGHTS, stride, &mine));
@@ -90,9 +91,15 @@ hash_policy(const fs_policy *policy)
 {
     const fs_precision *p = &policy->precision;
     uint64_t hash = (uint64_t)policy->keep;
-    const uint64_t parts[] = {policy->slot_per_unit, (uint64_t)policy->weights, (uint64_t)policy->pool_units,
-                              (uint64_t)p->param,    (uint64_t)p->reduce,       (uint64_t)p->accumulate,
-                              p->master,             (uint64_t)p->moments, p->stochastic,
+    const uint64_t parts[] = {policy->slot_per_unit,
+                              (uint64_t)policy->weights,
+                              (uint64_t)policy->pool_units,
+                              (uint64_t)p->param,
+                              (uint64_t)p->reduce,
+                              (uint64_t)p->accumulate,
+                              p->master,
+                              (uint64_t)p->moments,
+                              p->stochastic,
                               p->seed};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         hash = hash * UINT64_C(0x100000001b3) + parts[i];
@@ -100,9 +107,9 @@ hash_policy(const fs_policy *policy)
     return hash;
 }
 
-/* A fence at which one rank's failure becomes everybody's: without it the others would wait for a rank
- * that has gone back to its caller. The failing rank keeps its own message; it may have no room for the
- * records of the others. */
+/* A fence at which one rank's failure becomes everybody's: without it the others would wait for a
+ * rank that has gone back to its caller. The failing rank keeps its own message; it may have no
+ * room for the records of the others. */
 static fs_status
 agree_on(fs_world *world, const fs_what *what, fs_status mine, fs_payload *records)
 {
@@ -193,7 +200,8 @@ fs_shards_open_moments(fs_shards *shards, int moments_n)
         if (moments_n == shards->moments_n) {
             return FS_OK;
         }
-        return FS_FAIL(FS_ESTATE, "these shards already have an optimizer with %d moments; close them first",
+        return FS_FAIL(FS_ESTATE,
+                       "these shards already have an optimizer with %d moments; close them first",
                        shards->moments_n);
     }
     size_t stride;
@@ -206,7 +214,8 @@ fs_shards_open_moments(fs_shards *shards, int moments_n)
         fs_arena_init_over(arena, mine ? fs_world_ledger(shards->world) : NULL,
                            fs_region_block(shards->moments_region, r),
                            fs_region_stride(shards->moments_region));
-        FS_TRY(fs_place_moments(shards->layout, &shards->policy, moments_n, r, arena, &shards->blocks[r]));
+        FS_TRY(fs_place_moments(shards->layout, &shards->policy, moments_n, r, arena,
+                                &shards->blocks[r]));
     }
     shards->moments_n = moments_n;
     shards->moments_open = true;
@@ -278,8 +287,9 @@ fs_status
 fs_shards_whole(const fs_shards *shards)
 {
     if (shards->in_step) {
-        return FS_FAIL(FS_ESTATE, "a step was begun and did not finish: some ranks' weights moved and others' "
-                                  "did not; load the last checkpoint");
+        return FS_FAIL(FS_ESTATE,
+                       "a step was begun and did not finish: some ranks' weights moved and others' "
+                       "did not; load the last checkpoint");
     }
     return FS_OK;
 }

@@ -12,7 +12,8 @@
 typedef struct fs_counters {
     _Alignas(64) _Atomic uint64_t pub; /* contributions below this are in this rank's slots */
     _Alignas(64) _Atomic uint64_t red; /* contributions below this are summed by this rank */
-    _Alignas(64) _Atomic uint64_t fin; /* from this on the rank counts as absent; UINT64_MAX: not yet */
+    _Alignas(
+        64) _Atomic uint64_t fin; /* from this on the rank counts as absent; UINT64_MAX: not yet */
 } fs_counters;
 
 /* Where a rank's arrays are, in its block of world memory. Found for every rank by the same placing
@@ -38,7 +39,7 @@ typedef struct fs_unit {
     int gathers;       /* not yet released */
     int pool_first, pool_end; /* buffers it may use */
     int pool;          /* buffer it is gathered in, -1 */
-    bool opened;       /* its slot is ours to write and holds this micro-batch's or kept gradients */
+    bool opened; /* its slot is ours to write and holds this micro-batch's or kept gradients */
     bool complete;     /* published out of turn: waits for the cursor */
     bool kept_local;   /* the slot holds earlier micro-batches that are not published yet */
     bool in_spill;     /* gradients came out of turn into spill */
@@ -75,7 +76,8 @@ struct fs_shards {
     uint64_t base;    /* first contribution of this step */
     uint64_t rounds;  /* published by this rank in this step */
     uint64_t red;     /* this rank's counters->red */
-    bool fins_known;  /* settled: every rank's last contribution is in fins, its counter may be reset */
+    bool fins_known; /* settled: every rank's last contribution is in fins, its counter may be reset
+                      */
     uint64_t *fins;   /* [size] */
     int cursor;       /* next contribution of the current micro-batch */
     fs_payload *records; /* [size]: what the ranks said at the last fence */
@@ -103,26 +105,27 @@ FS_NODISCARD fs_status
 fs_policy_check(const fs_policy *policy, int size);
 
 /* Offsets of the slots in a block's slots (slot_at may be NULL), and their total. */
-FS_NODISCARD fs_status
-fs_place_slots(const fs_layout *layout, const fs_policy *policy, size_t *slot_at, size_t *out_nbytes);
+FS_NODISCARD fs_status fs_place_slots(const fs_layout *layout, const fs_policy *policy,
+                                      size_t *slot_at, size_t *out_nbytes);
 
 /* Everything of a rank in world memory, moments aside. */
-FS_NODISCARD fs_status
-fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_arena *arena, fs_block *block);
-FS_NODISCARD fs_status
-fs_place_moments(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank, fs_arena *arena,
-                 fs_block *block);
+FS_NODISCARD fs_status fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank,
+                                      fs_arena *arena, fs_block *block);
+FS_NODISCARD fs_status fs_place_moments(const fs_layout *layout, const fs_policy *policy,
+                                        int moments_n, int rank, fs_arena *arena, fs_block *block);
 
 /* A rank's share of the image that all ranks read, page rounded; 0 without one. */
 FS_NODISCARD fs_status
 fs_place_image(const fs_layout *layout, const fs_policy *policy, size_t *out);
 
-/* How many buffers the pool has; fills which of them a unit may use, and their sizes, where not NULL. */
-int fs_place_pool_units(const fs_layout *layout, const fs_policy *policy, fs_unit *units, size_t *size_n);
+/* How many buffers the pool has; fills which of them a unit may use, and their sizes, where not
+ * NULL. */
+int fs_place_pool_units(const fs_layout *layout, const fs_policy *policy, fs_unit *units,
+                        size_t *size_n);
 
 /* Private memory: the pool. pool may be NULL while counting. */
-FS_NODISCARD fs_status
-fs_place_private(const fs_layout *layout, const fs_policy *policy, fs_arena *arena, fs_pool_buffer *pool);
+FS_NODISCARD fs_status fs_place_private(const fs_layout *layout, const fs_policy *policy,
+                                        fs_arena *arena, fs_pool_buffer *pool);
 
 /* Bytes of one element of the compute copy. */
 static inline size_t
@@ -154,7 +157,8 @@ unsigned char *fs_own_at(const fs_shards *shards, int rank, const fs_seg *seg);
 static inline bool
 fs_writes_weight(const fs_shards *shards, int cut)
 {
-    return shards->policy.weights == FS_WEIGHTS_SHARED ? cut == shards->rank : fs_keeps(shards, cut);
+    return shards->policy.weights == FS_WEIGHTS_SHARED ? cut == shards->rank
+                                                       : fs_keeps(shards, cut);
 }
 
 /* Flags of unit_params_max parameters, then the gradients, of a rank's slot. */

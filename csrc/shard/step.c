@@ -33,8 +33,9 @@ make_record(const fs_shards *shards, bool local_skip)
     }
     record.d[0] = sumsq;
     record.i[1] = shards->count;
-    record.u[2] = (shards->has_count ? RECORD_HAS_COUNT : 0u) | (shards->has_plain ? RECORD_HAS_PLAIN : 0u) |
-                  (local_skip ? RECORD_SKIP : 0u) | (gradient ? RECORD_GRADIENT : 0u);
+    record.u[2] = (shards->has_count ? RECORD_HAS_COUNT : 0u) |
+                  (shards->has_plain ? RECORD_HAS_PLAIN : 0u) | (local_skip ? RECORD_SKIP : 0u) |
+                  (gradient ? RECORD_GRADIENT : 0u);
     record.i[3] = shards->bad_param;
     record.i[4] = shards->bad_rank;
     record.d[5] = absmax;
@@ -43,7 +44,8 @@ make_record(const fs_shards *shards, bool local_skip)
 
 /* The verdict: a pure function of all records, so that every rank holds the same. */
 static fs_verdict
-fold(const fs_payload *records, int size, double max_norm, fs_grad_norm norm, double factor, bool scaled)
+fold(const fs_payload *records, int size, double max_norm, fs_grad_norm norm, double factor,
+     bool scaled)
 {
     fs_verdict verdict = {.bad_param = -1, .bad_rank = -1, .clip = 1.0};
     double sumsq = 0.0, absmax = 0.0;
@@ -97,10 +99,11 @@ check_counts(const fs_shards *shards)
         }
     }
     if (counted >= 0 && plain >= 0) {
-        return FS_FAIL(FS_EINVAL,
-                       "rank %d gave a count with its micro-batches and rank %d ended one without: give a "
-                       "count everywhere or nowhere",
-                       counted, plain);
+        return FS_FAIL(
+            FS_EINVAL,
+            "rank %d gave a count with its micro-batches and rank %d ended one without: give a "
+            "count everywhere or nowhere",
+            counted, plain);
     }
     return FS_OK;
 }
@@ -117,7 +120,8 @@ fs_shards_set_loss_scale(fs_shards *shards, double scale)
         return FS_OK; /* an optimizer made after the first backward changes nothing */
     }
     if (shards->rounds > 0 || shards->cursor > 0 || shards->agreed) {
-        return FS_FAIL(FS_ESTATE, "rank %d: the loss scale changes in the middle of a step", shards->rank);
+        return FS_FAIL(FS_ESTATE, "rank %d: the loss scale changes in the middle of a step",
+                       shards->rank);
     }
     shards->loss_scale = scale;
     return FS_OK;
@@ -150,17 +154,19 @@ static const char *const norm_names[FS_NORM_COUNT] = {
 };
 
 fs_status
-fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm, bool local_skip, fs_verdict *out)
+fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm, bool local_skip,
+              fs_verdict *out)
 {
     FS_TRY(fs_shards_ready(shards));
     if (shards->agreed) {
         bool same = memcmp(&max_norm, &shards->agreed_max_norm, sizeof max_norm) == 0;
         if (!same) {
-            return FS_FAIL(FS_EINVAL, "rank %d: max_norm is %g, but grad_norm() agreed on %g", shards->rank,
-                           max_norm, shards->agreed_max_norm);
+            return FS_FAIL(FS_EINVAL, "rank %d: max_norm is %g, but grad_norm() agreed on %g",
+                           shards->rank, max_norm, shards->agreed_max_norm);
         }
         if (norm != shards->agreed_norm) {
-            return FS_FAIL(FS_EINVAL, "rank %d: the norm is the %s, but grad_norm() agreed on the %s",
+            return FS_FAIL(FS_EINVAL,
+                           "rank %d: the norm is the %s, but grad_norm() agreed on the %s",
                            shards->rank, norm_names[norm], norm_names[shards->agreed_norm]);
         }
         *out = shards->verdict;

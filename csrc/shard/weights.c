@@ -152,8 +152,8 @@ pull_whole(fs_shards *shards)
             continue;
         }
         for (fs_seg_range s = fs_segs(shards->layout, c, -1); s.seg < s.end; s.seg++) {
-            exec->device->copy(exec, fs_own_at(shards, shards->rank, s.seg), fs_own_at(shards, c, s.seg),
-                               (s.seg->end - s.seg->begin) * nbytes);
+            exec->device->copy(exec, fs_own_at(shards, shards->rank, s.seg),
+                               fs_own_at(shards, c, s.seg), (s.seg->end - s.seg->begin) * nbytes);
         }
     }
 }
@@ -178,7 +178,8 @@ fs_store_begin(fs_shards *shards)
 {
     FS_TRY(fs_shards_ready(shards));
     if (shards->agreed) {
-        return FS_FAIL(FS_ESTATE, "rank %d: weights may not be written between grad_norm() and step()",
+        return FS_FAIL(FS_ESTATE,
+                       "rank %d: weights may not be written between grad_norm() and step()",
                        shards->rank);
     }
     const fs_what what = {.op = FS_OP_STORE, .dtype = -1, .root = -1};
@@ -200,15 +201,17 @@ check_range(const fs_shards *shards, int param, fs_array array, size_t begin, si
     }
     const fs_param *p = &layout->params[param];
     if (begin > end || end > p->numel) {
-        return FS_FAIL(FS_EINVAL, "elements [%zu, %zu) of %s, which has %zu", begin, end, p->name, p->numel);
+        return FS_FAIL(FS_EINVAL, "elements [%zu, %zu) of %s, which has %zu", begin, end, p->name,
+                       p->numel);
     }
     int moment = (int)array - (int)FS_MOMENT1;
     if (moment >= 0 && moment >= shards->moments_n) {
-        return FS_FAIL(FS_EINVAL, "%s has no moment %d: the optimizer keeps %d", p->name, moment + 1,
-                       shards->moments_n);
+        return FS_FAIL(FS_EINVAL, "%s has no moment %d: the optimizer keeps %d", p->name,
+                       moment + 1, shards->moments_n);
     }
     if (!p->trainable && array != FS_WEIGHT && array != FS_MASTER) {
-        return FS_FAIL(FS_EINVAL, "%s is frozen: it has no gradient and no optimizer state", p->name);
+        return FS_FAIL(FS_EINVAL, "%s is frozen: it has no gradient and no optimizer state",
+                       p->name);
     }
     return FS_OK;
 }
@@ -258,7 +261,8 @@ typedef struct overlap {
 static bool
 find_overlap(const fs_layout *layout, int param, int cut, size_t begin, size_t end, overlap *out)
 {
-    for (fs_seg_range s = fs_segs(layout, cut, layout->params[param].unit); s.seg < s.end; s.seg++) {
+    for (fs_seg_range s = fs_segs(layout, cut, layout->params[param].unit); s.seg < s.end;
+         s.seg++) {
         if (s.seg->param != param) {
             continue;
         }
@@ -293,7 +297,8 @@ fs_store(fs_shards *shards, int param, fs_array array, size_t begin, size_t end,
             continue;
         }
         size_t n = part.seg.end - part.seg.begin;
-        const unsigned char *from = (const unsigned char *)src + part.skip * fs_dtype_nbytes(src_dtype);
+        const unsigned char *from =
+            (const unsigned char *)src + part.skip * fs_dtype_nbytes(src_dtype);
         fs_dtype dtype;
         unsigned char *to;
         if (!weights) {

@@ -19,11 +19,11 @@
     } while (0)
 
 /* expression is a fs_status and must be FS_OK. */
-#define CHECK_OK(expression)                                                             \
-    do {                                                                                 \
-        fs_status check_status_ = (expression);                                          \
-        CHECK(check_status_ == FS_OK, "%s gave status %d: %s", #expression,             \
-              (int)check_status_, fs_status_message());                                                      \
+#define CHECK_OK(expression)                                                                    \
+    do {                                                                                        \
+        fs_status check_status_ = (expression);                                                 \
+        CHECK(check_status_ == FS_OK, "%s gave status %d: %s", #expression, (int)check_status_, \
+              fs_status_message());                                                             \
     } while (0)
 
 /* expression is a fs_status and must be this one. */

@@ -54,7 +54,8 @@ test_plan_equals_ledger(void)
     for (int c = 0; c < FS_MEM_CLASS_COUNT; c++) {
         CHECK(ledger.private_nbytes[c] == 0, "%zu bytes left", (size_t)ledger.private_nbytes[c]);
     }
-    CHECK(ledger.peak_nbytes[FS_MEM_MASTER] == 384, "%zu", (size_t)ledger.peak_nbytes[FS_MEM_MASTER]);
+    CHECK(ledger.peak_nbytes[FS_MEM_MASTER] == 384, "%zu",
+          (size_t)ledger.peak_nbytes[FS_MEM_MASTER]);
 }
 
 static void
@@ -120,7 +121,8 @@ test_ledger_is_atomic(void)
     for (int t = 0; t < 4; t++) {
         CHECK(pthread_join(threads[t], NULL) == 0, "no join");
     }
-    CHECK(ledger.private_nbytes[FS_MEM_SPILL] == 0, "%zu", (size_t)ledger.private_nbytes[FS_MEM_SPILL]);
+    CHECK(ledger.private_nbytes[FS_MEM_SPILL] == 0, "%zu",
+          (size_t)ledger.private_nbytes[FS_MEM_SPILL]);
     size_t peak = ledger.peak_nbytes[FS_MEM_SPILL];
     CHECK(peak >= 64 && peak <= 256, "peak %zu", peak);
 }

@@ -12,7 +12,8 @@
 
 #include "check.h"
 
-// ---- a system that moves at most 1000 bytes a call, and is interrupted every third -----------------
+// ---- a system that moves at most 1000 bytes a call, and is interrupted every third
+// -----------------
 
 static bool shy;
 static unsigned calls;
@@ -115,7 +116,8 @@ test_crc(void)
                   "%zu bytes at %zu", n, begin);
         }
     }
-    static unsigned char more[4 * 24576 + 100]; /* three stretches at once, several times, and a rest */
+    static unsigned char
+        more[4 * 24576 + 100]; /* three stretches at once, several times, and a rest */
     for (size_t i = 0; i < sizeof more; i++) {
         more[i] = byte_at(i);
     }
@@ -167,7 +169,8 @@ round_trip(size_t n, size_t portion)
     for (size_t end = n; end > step; end -= step) {
         const unsigned char *got;
         CHECK_OK(fs_reader_get(&reader, end - step, end, &got));
-        CHECK(got[0] == byte_at(end - step) && got[step - 1] == byte_at(end - 1), "before %zu", end);
+        CHECK(got[0] == byte_at(end - step) && got[step - 1] == byte_at(end - 1), "before %zu",
+              end);
     }
     fs_reader_close(&reader);
     CHECK(ledger.private_nbytes[FS_MEM_CHECKPOINT] == 0, "buffers are given back");
@@ -244,8 +247,8 @@ test_what_is_no_file(void)
     CHECK_STATUS(fs_file_open(NULL, folder, &file), FS_ECORRUPT);
     CHECK_STATUS(fs_file_open(folder, "none", &file), FS_ESYS);
     CHECK(fs_status_errno() == ENOENT, "%s", fs_status_message());
-    static const char *const bad[] = {"", "..", ".", ".hidden", "../a", "a/b", "/etc/passwd", "a\\b",
-                                      "a\nb"};
+    static const char *const bad[] = {"",    "..",          ".",    ".hidden", "../a",
+                                      "a/b", "/etc/passwd", "a\\b", "a\nb"};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         CHECK_STATUS(fs_name_check("index.json", bad[i]), FS_ECORRUPT);
     }
@@ -267,7 +270,8 @@ test_damaged_block(void)
     blocks.crc[1] ^= 1u;
     CHECK_OK(fs_reader_open(folder, "d", &blocks, NULL, &reader));
     CHECK_OK(fs_reader_get(&reader, 0, 100, &got));
-    CHECK_STATUS(fs_reader_get(&reader, FS_BLOCK_NBYTES - 1, FS_BLOCK_NBYTES + 1, &got), FS_ECORRUPT);
+    CHECK_STATUS(fs_reader_get(&reader, FS_BLOCK_NBYTES - 1, FS_BLOCK_NBYTES + 1, &got),
+                 FS_ECORRUPT);
     CHECK(reader.bad_block == 1, "%zu", reader.bad_block);
     CHECK_OK(fs_reader_get(&reader, 2 * FS_BLOCK_NBYTES, 3 * FS_BLOCK_NBYTES, &got));
     CHECK_STATUS(fs_reader_get(&reader, FS_BLOCK_NBYTES, FS_BLOCK_NBYTES + 1, &got), FS_ECORRUPT);

@@ -1,6 +1,7 @@
 // sanitizers: tsan
 // flavours: threads
-/* Saved at one shape, read at others, bit for bit; damage is named; one rank's failure is everyone's. */
+/* Saved at one shape, read at others, bit for bit; damage is named; one rank's failure is
+ * everyone's. */
 #define _GNU_SOURCE
 #include "check.h"
 
@@ -56,8 +57,8 @@ open_shards(fs_world *world, const shape *s)
                       .master = s->master, .moments = FS_F32}};
     fs_layout *layout;
     fs_shards *shards;
-    CHECK_OK(fs_layout_make(params, PARAMS, units, UNITS, s->size, s->partition, policy.slot_per_unit,
-                            &layout));
+    CHECK_OK(fs_layout_make(params, PARAMS, units, UNITS, s->size, s->partition,
+                            policy.slot_per_unit, &layout));
     CHECK_OK(fs_shards_open(world, layout, &policy, &shards));
     CHECK_OK(fs_shards_open_moments(shards, 2));
     return shards;
@@ -93,7 +94,8 @@ fill(fs_shards *shards)
     CHECK_OK(fs_store_end(shards));
 }
 
-/* Loads whole arrays as fp32 and compares with the values, rounded to dtype where it is narrower. */
+/* Loads whole arrays as fp32 and compares with the values, rounded to dtype where it is
+ * narrower. */
 static void
 compare(fs_shards *shards, const shape *s, bool moments)
 {
@@ -272,7 +274,8 @@ flip(const char *folder, int rank, int size, long at)
     FILE *file = fopen(path, "r+b");
     CHECK(file != NULL && fseek(file, at, SEEK_SET) == 0, "%s", path);
     int c = fgetc(file);
-    CHECK(fseek(file, at, SEEK_SET) == 0 && fputc(c ^ 16, file) != EOF && fclose(file) == 0, "%s", path);
+    CHECK(fseek(file, at, SEEK_SET) == 0 && fputc(c ^ 16, file) != EOF && fclose(file) == 0, "%s",
+          path);
 }
 
 static void
@@ -293,7 +296,8 @@ test_damage(void)
     flip(folder, 1, 2, (1 << 20) + 5000);
     flip(folder, 0, 2, 20); /* a header */
     run_ranks(2, load_body, &c);
-    CHECK(c.got[0] == FS_ECORRUPT && c.got[1] == FS_ECORRUPT, "%d %d", (int)c.got[0], (int)c.got[1]);
+    CHECK(c.got[0] == FS_ECORRUPT && c.got[1] == FS_ECORRUPT, "%d %d", (int)c.got[0],
+          (int)c.got[1]);
     CHECK(strstr(c.words[1], "block 0 is damaged: header, ") != NULL, "%s", c.words[1]);
     flip(folder, 0, 2, 20);
     c.expected = FS_OK;
@@ -434,7 +438,8 @@ test_allocations(operation what, int size)
         call c = {.shape = &s, .folder = folder, .saved_size = nth};
         run_ranks(s.size, allocation_body, &c);
         for (int r = 1; r < size; r++) {
-            CHECK(c.got[r] == c.got[0], "%d on rank %d, %d on rank 0", (int)c.got[r], r, (int)c.got[0]);
+            CHECK(c.got[r] == c.got[0], "%d on rank %d, %d on rank 0", (int)c.got[r], r,
+                  (int)c.got[0]);
         }
         if (c.got[0] == FS_OK) {
             CHECK(nth > 20, "only %d allocations", nth);

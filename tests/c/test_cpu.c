@@ -80,7 +80,8 @@ int
 main(void)
 {
     const char *temporary = getenv("TMPDIR");
-    (void)snprintf(root, sizeof root, "%s/fs-test-cpu-XXXXXX", temporary != NULL ? temporary : "/tmp");
+    (void)snprintf(root, sizeof root, "%s/fs-test-cpu-XXXXXX",
+                   temporary != NULL ? temporary : "/tmp");
     CHECK(mkdtemp(root) != NULL, "%s", root);
 #if defined(__linux__)
     test_version2();
@@ -88,8 +89,19 @@ main(void)
     CHECK(fs_cpu_quota("/no/such/file", root) == 0, "no list of groups: no quota");
 #endif
     static const char *const files[] = {
-        "groups", "a/b/cpu.max", "a/b", "a/cpu.max", "a", "cpu.max", "cpu/c/cpu.cfs_quota_us",
-        "cpu/c/cpu.cfs_period_us", "cpu/c", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us", "cpu", "",
+        "groups",
+        "a/b/cpu.max",
+        "a/b",
+        "a/cpu.max",
+        "a",
+        "cpu.max",
+        "cpu/c/cpu.cfs_quota_us",
+        "cpu/c/cpu.cfs_period_us",
+        "cpu/c",
+        "cpu/cpu.cfs_quota_us",
+        "cpu/cpu.cfs_period_us",
+        "cpu",
+        "",
     };
     for (size_t i = 0; i < sizeof files / sizeof files[0]; i++) {
         CHECK(remove(at(files[i])) == 0, "%s", at(files[i]));

@@ -1,10 +1,12 @@
 // sanitizers: tsan
 // flavours: neon
-/* The device table: equal golden bits on every instruction set and for any number of threads, and no
- * access beyond an array (arrays are as small as their elements: the address sanitizer looks on).
+/* The device table: equal golden bits on every instruction set and for any number of threads, and
+ * no access beyond an array (arrays are as small as their elements: the address sanitizer looks
+ * on).
  *
  * The golden values are hashes of outputs for inputs made below. That the outputs are right is for
- * tests/kernels, which compares with NumPy and torch; this file runs where there is no Python too. */
+ * tests/kernels, which compares with NumPy and torch; this file runs where there is no Python
+ * too. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -101,7 +103,10 @@ static uint64_t
 hash_array(uint64_t hash, const void *array, fs_dtype dtype, size_t n)
 {
     static const uint64_t infinities[FS_DTYPE_COUNT] = {
-        [FS_F32] = 0x7f800000u, [FS_F64] = 0x7ff0000000000000u, [FS_BF16] = 0x7f80u, [FS_F16] = 0x7c00u,
+        [FS_F32] = 0x7f800000u,
+        [FS_F64] = 0x7ff0000000000000u,
+        [FS_BF16] = 0x7f80u,
+        [FS_F16] = 0x7c00u,
     };
     size_t nbytes = fs_dtype_nbytes(dtype);
     uint64_t infinity = infinities[dtype], sign = (uint64_t)1 << (8 * nbytes - 1);
@@ -171,7 +176,8 @@ sum_case(const fs_exec *exec, fs_dtype acc_dtype, fs_dtype src_dtype, size_t src
     hash = hash_array(hash, &sum.sumsq, FS_F64, 1);
     hash = hash_array(hash, &sum.absmax, FS_F64, 1);
     double again = exec->device->sumsq(exec, sum.acc, acc_dtype, n);
-    CHECK(again == sum.sumsq || (again != again && sum.sumsq != sum.sumsq), "sum %a, sumsq %a", sum.sumsq, again);
+    CHECK(again == sum.sumsq || (again != again && sum.sumsq != sum.sumsq), "sum %a, sumsq %a",
+          sum.sumsq, again);
     size_t bad = exec->device->find_nonfinite(exec, sum.acc, acc_dtype, n);
     CHECK(sum.finite == (bad == n), "finite %d, first bad %zu of %zu", sum.finite, bad, n);
     for (size_t r = 0; r < src_n; r++) {
@@ -324,12 +330,13 @@ run_all(const fs_exec *exec, uint64_t *hash)
     for (size_t l = 0; l < LENGTHS_N; l++) {
         size_t n = lengths[l];
         for (size_t d = 0; d < 16; d++) {
-            hash[GOLDEN_CONVERT] = mix(hash[GOLDEN_CONVERT],
-                                       convert_case(exec, float_dtypes[d / 4], float_dtypes[d % 4], n));
+            hash[GOLDEN_CONVERT] = mix(hash[GOLDEN_CONVERT], convert_case(exec, float_dtypes[d / 4],
+                                                                          float_dtypes[d % 4], n));
         }
         for (size_t i = 0; i < sizeof sums / sizeof sums[0]; i++) {
-            hash[GOLDEN_SUM] = mix(hash[GOLDEN_SUM], sum_case(exec, sums[i].acc, sums[i].src,
-                                                              sums[i].src_n, sums[i].accumulate, n));
+            hash[GOLDEN_SUM] =
+                mix(hash[GOLDEN_SUM],
+                    sum_case(exec, sums[i].acc, sums[i].src, sums[i].src_n, sums[i].accumulate, n));
         }
         for (size_t i = 0; i < sizeof updates / sizeof updates[0]; i++) {
             hash[GOLDEN_UPDATE] = mix(hash[GOLDEN_UPDATE], update_case(exec, updates[i], n));
@@ -364,7 +371,8 @@ test_exp_and_log(void)
     CHECK(fs_exp_f32(0.0f) == 1.0f && fs_exp_f32(-infinity) == 0.0f, "exp at 0 or -inf");
     CHECK(fs_exp_f32(infinity) == infinity && fs_exp_f32(nan) != fs_exp_f32(nan), "exp inf, nan");
     CHECK(fs_log_f32(1.0f) == 0.0f && fs_log_f32(0.0f) == -infinity, "log at 1 or 0");
-    CHECK(fs_log_f32(infinity) == infinity && fs_log_f32(-1.0f) != fs_log_f32(-1.0f), "log inf, -1");
+    CHECK(fs_log_f32(infinity) == infinity && fs_log_f32(-1.0f) != fs_log_f32(-1.0f),
+          "log inf, -1");
 }
 
 static void
@@ -411,8 +419,9 @@ main(void)
             run_all(&exec, hash);
             test_find_nonfinite(&exec);
             for (int i = 0; i < GOLDEN_COUNT; i++) {
-                CHECK(hash[i] == golden[i], "%s with %zu threads: %s gives 0x%016llx, not 0x%016llx",
-                      device->name, threads, golden_names[i], (unsigned long long)hash[i],
+                CHECK(hash[i] == golden[i],
+                      "%s with %zu threads: %s gives 0x%016llx, not 0x%016llx", device->name,
+                      threads, golden_names[i], (unsigned long long)hash[i],
                       (unsigned long long)golden[i]);
             }
             fs_pool_close(exec.pool);

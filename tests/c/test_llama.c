@@ -118,7 +118,8 @@ fill(int32_t *tokens, int32_t *targets, int rank)
     }
 }
 
-/* Logits of the last tokens out of a cache that was filled in pieces, against those of a forward. */
+/* Logits of the last tokens out of a cache that was filled in pieces, against those of a
+ * forward. */
 static void
 generate(fs_llama *llama, const int32_t *tokens, const float *last)
 {

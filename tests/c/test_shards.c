@@ -1,7 +1,8 @@
 // sanitizers: tsan
 // flavours: threads
-/* The gradient protocol and the step with ranks that are threads: sums are exact, every policy gives the
- * same bits, ranks skip units, bring different numbers of micro-batches, and are delayed at random. */
+/* The gradient protocol and the step with ranks that are threads: sums are exact, every policy
+ * gives the same bits, ranks skip units, bring different numbers of micro-batches, and are delayed
+ * at random. */
 #include "check.h"
 
 #include <pthread.h>
@@ -109,7 +110,8 @@ run_rank(void *context)
               (long long)count);
         CHECK_OK(fs_optimizer_finish(shards, FS_RULE_SGD, &group, group_of, steps));
         const void *weights;
-        for (int u = 0; u < UNITS; u++) { /* forward of the next step: gathers while others may lag */
+        for (int u = 0; u < UNITS;
+             u++) { /* forward of the next step: gathers while others may lag */
             CHECK_OK(fs_unit_gather(shards, u, &weights));
             CHECK_OK(fs_unit_release(shards, u));
         }
@@ -188,9 +190,12 @@ main(void)
     static float got[512], want[512];
     for (int size = 1; size <= RANKS_MAX; size += size < 3 ? 1 : 2) {
         fs_policy policies[] = {
-            {size, true, FS_WEIGHTS_SHARED, 1, precision}, {1, true, FS_WEIGHTS_WHOLE, 1, precision},
-            {1, false, FS_WEIGHTS_SHARED, 1, precision},   {1, false, FS_WEIGHTS_SHARD, 1, precision},
-            {size, true, FS_WEIGHTS_WHOLE, 1, precision},  {1, false, FS_WEIGHTS_SHARD, 0, precision},
+            {size, true, FS_WEIGHTS_SHARED, 1, precision},
+            {1, true, FS_WEIGHTS_WHOLE, 1, precision},
+            {1, false, FS_WEIGHTS_SHARED, 1, precision},
+            {1, false, FS_WEIGHTS_SHARD, 1, precision},
+            {size, true, FS_WEIGHTS_WHOLE, 1, precision},
+            {1, false, FS_WEIGHTS_SHARD, 0, precision},
         };
         reference(size, want);
         for (size_t p = 0; p < sizeof policies / sizeof policies[0]; p++) {
@@ -199,8 +204,9 @@ main(void)
                 memset(got, 0, sizeof got);
                 run_world(size, &policies[p], (fs_partition)partition, got);
                 for (size_t e = 0; e < 466; e++) {
-                    CHECK(got[e] == want[e], "size %d policy %zu partition %d element %zu: %g, not %g", size,
-                          p, partition, e, (double)got[e], (double)want[e]);
+                    CHECK(got[e] == want[e],
+                          "size %d policy %zu partition %d element %zu: %g, not %g", size, p,
+                          partition, e, (double)got[e], (double)want[e]);
                 }
             }
         }

@@ -1,5 +1,5 @@
-/* Opening shards when the nth allocation fails, for n = 1, 2, 3 ... until a run ends clean: no rank is
- * left waiting, every rank fails when one does, and nothing leaks. */
+/* Opening shards when the nth allocation fails, for n = 1, 2, 3 ... until a run ends clean: no rank
+ * is left waiting, every rank fails when one does, and nothing leaks. */
 #include "check.h"
 
 #include <pthread.h>
@@ -64,7 +64,8 @@ run_ranks(void *(*body)(void *), void *args, size_t stride)
 {
     pthread_t threads[SIZE];
     for (int r = 0; r < SIZE; r++) {
-        CHECK(pthread_create(&threads[r], NULL, body, (char *)args + (size_t)r * stride) == 0, "rank %d", r);
+        CHECK(pthread_create(&threads[r], NULL, body, (char *)args + (size_t)r * stride) == 0,
+              "rank %d", r);
     }
     for (int r = 0; r < SIZE; r++) {
         CHECK(pthread_join(threads[r], NULL) == 0, "rank %d", r);
@@ -96,10 +97,10 @@ attempt(size_t n, fs_weights weights)
     bool some_enomem = false;
     for (int r = 0; r < SIZE; r++) {
         fs_status status = args[r].status;
-        CHECK((status == FS_OK) == (made < n), "rank %d, allocation %zu of %zu: status %d", r, n, made,
-              (int)status);
-        CHECK(status == FS_OK || status == FS_ENOMEM || status == FS_ABORTED, "rank %d: status %d", r,
-              (int)status);
+        CHECK((status == FS_OK) == (made < n), "rank %d, allocation %zu of %zu: status %d", r, n,
+              made, (int)status);
+        CHECK(status == FS_OK || status == FS_ENOMEM || status == FS_ABORTED, "rank %d: status %d",
+              r, (int)status);
         some_enomem = some_enomem || status == FS_ENOMEM;
     }
     CHECK(some_enomem == (made >= n), "allocation %zu of %zu", n, made);

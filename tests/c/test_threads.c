@@ -1,7 +1,7 @@
 // sanitizers: tsan
 // flavours: threads neon
-/* The pool: every task once, whatever the number of threads; lazy, quiet in a forked child, with our
- * floating-point state in every thread. */
+/* The pool: every task once, whatever the number of threads; lazy, quiet in a forked child, with
+ * our floating-point state in every thread. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
