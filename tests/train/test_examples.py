@@ -49,3 +49,17 @@ def test_notebook(tmp_path: Path) -> None:
     out = run([str(EXAMPLES / "notebook.py")], tmp_path)
     digests = re.findall(r"^stage \d: loss 0\.0\d+  weights ([0-9a-f]{12})$", out, re.MULTILINE)
     assert len(digests) == 4 and len(set(digests)) == 1
+
+
+def test_precision_study(tmp_path: Path) -> None:
+    out = run([str(EXAMPLES / "precision_study.py"), "--steps", "20", "--seeds", "1"], tmp_path)
+    rows = re.findall(r"^ +([\d.e-]+) +(bf16\S*) +([\d.]+) +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
+    last = {(float(rate), precision): float(loss) for rate, precision, _, loss, _ in rows}
+    first = {float(first) for *_, first, _, _ in rows}
+    assert len(last) == 6 and len(first) == 1, "one model, six runs"
+    assert last[1e-5, "bf16"] < last[1e-5, "bf16-pure"] - 0.1, "flat without masters"
+    assert abs(last[1e-3, "bf16"] - last[1e-3, "bf16-pure"]) < 0.2, "alike at a high rate"
+    moved = dict(re.findall(r"steps of 1e-6 in (\S+): moved by (\S+)", out))
+    assert float(moved["bf16-pure"]) == 0.0
+    assert 0.9e-3 < float(moved["bf16"]) < 1.1e-3
+    assert (tmp_path / "precision.json").is_file()
