@@ -312,7 +312,7 @@ def test_torchrun(tmp_path: pathlib.Path) -> None:
         "if 'kill' in sys.argv and world.rank == 1:\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "world.barrier()\n"
-        "print('well', world.rank, flush=True)\n"
+        "os.write(1, b'well %d\\n' % world.rank)\n"  # in one piece: torchrun unbuffers print
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.quick
 
 
 def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("FLATSHARD_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("FLATSHARD_THREADS", "1")
     assert main(["env", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
