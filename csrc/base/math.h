@@ -113,6 +113,28 @@ fs_bf16_of_f32_random(float x, uint32_t random16)
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
+/* x as a bf16 number, which is returned, and a remainder. The number is x rounded to nearest, ties
+ * away from zero: the remainder is the lower 16 bits, and its first bit says that the upper ones
+ * were rounded up (ties to even would need a bit more). NaN becomes quiet; of its payload the upper
+ * part stays. */
+FS_HD uint16_t
+fs_split_f32(float x, uint16_t *remainder)
+{
+    uint32_t bits = fs_bits_of_f32(x);
+    uint32_t quiet = (bits & 0xffff0000u) | 0x00400000u;
+    bits = (bits & 0x7fffffffu) > 0x7f800000u ? quiet : bits;
+    *remainder = (uint16_t)bits;
+    return (uint16_t)((bits + 0x8000u) >> 16);
+}
+
+/* The float that was split. */
+FS_HD float
+fs_join_f32(uint16_t rounded, uint16_t remainder)
+{
+    uint32_t up = (uint32_t)remainder >> 15;
+    return fs_f32_of_bits((((uint32_t)rounded - up) << 16) | remainder);
+}
+
 /* Exact, subnormal halves included; a signalling NaN becomes quiet. */
 FS_HD float
 fs_f32_of_f16(uint16_t h)

@@ -13,14 +13,15 @@ fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy
         PyErr_Format(PyExc_TypeError, "policy: expected a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(policy_tuple, "iipiiOOOpOpK:policy", &partition, &keep, &slot_per_unit,
+    if (!PyArg_ParseTuple(policy_tuple, "iipiiOOOiOpK:policy", &partition, &keep, &slot_per_unit,
                           &weights, &pool_units, &param, &reduce, &accumulate, &master, &moments,
                           &stochastic, &seed)) {
         return -1;
     }
     if (partition < 0 || partition > FS_PARTITION_PER_PARAMETER || weights < 0 ||
-        weights > FS_WEIGHTS_SHARD) {
-        PyErr_Format(PyExc_ValueError, "policy: partition %d, weights %d", partition, weights);
+        weights > FS_WEIGHTS_SHARD || master < 0 || master > FS_MASTERS_SPLIT) {
+        PyErr_Format(PyExc_ValueError, "policy: partition %d, weights %d, masters %d",
+                     partition, weights, master);
         return -1;
     }
     *out_partition = (fs_partition)partition;
@@ -29,7 +30,7 @@ fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy
         .slot_per_unit = slot_per_unit != 0,
         .weights = (fs_weights)weights,
         .pool_units = pool_units,
-        .precision.master = master != 0,
+        .precision.master = (fs_masters)master,
         .precision.stochastic = stochastic != 0,
         .precision.seed = seed,
     };

@@ -7,8 +7,8 @@
  *
  * Element arithmetic is that of base/math.h: separate multiply and add, round to nearest even, no
  * flush to zero except where math.h says so. Given equal inputs every filling of the table gives
- * equal bits for: convert, sum, update, sumsq. The model's operations promise equal bits for any
- * number of threads of one filling. */
+ * equal bits for: convert, split, join, sum, update, sumsq. The model's operations promise equal
+ * bits for any number of threads of one filling. */
 #ifndef FS_DEVICE_DEVICE_H
 #define FS_DEVICE_DEVICE_H
 
@@ -83,13 +83,15 @@ typedef struct fs_hyper {
 
 /* One segment of one parameter. The master weight is read and written where there is one, else
  * weight itself (of weight_dtype) is; weight receives the new value rounded to nearest even, or at
- * random (see stochastic). */
+ * random (see stochastic). With a remainder weight is bf16 and the two together are the master, as
+ * fs_split_f32 has it; where weight is NULL, weight_read holds the old value's half. */
 typedef struct fs_update {
     fs_hyper hyper;
     float grad_scale; /* clip / (count * loss scale): multiplied into the gradient on load */
     const void *grad; /* n of grad_dtype */
     fs_dtype grad_dtype;
     float *master;      /* n, or NULL: weight is the master */
+    uint16_t *remainder; /* n, or NULL: the lower half of a master whose upper half is weight */
     void *weight; /* n of weight_dtype; NULL: not this rank's to write (then state alone moves) */
     const void *weight_read; /* used when weight and master are NULL: the old weight, read only */
     fs_dtype weight_dtype;
@@ -136,6 +138,12 @@ struct fs_device {
     /* dst[i] = src[i] converted, round to nearest even, NaN kept quiet; fp32, fp64, bf16, fp16. */
     void (*convert)(const fs_exec *exec, void *dst, fs_dtype dst_dtype, const void *src,
                     fs_dtype src_dtype, size_t n);
+    /* src as bf16 and remainders (fs_split_f32), fp64 rounded to fp32 first; bf16 may be NULL. */
+    void (*split)(const fs_exec *exec, uint16_t *bf16, uint16_t *remainder, const void *src,
+                  fs_dtype src_dtype, size_t n);
+    /* dst = what was split, converted. */
+    void (*join)(const fs_exec *exec, void *dst, fs_dtype dst_dtype, const uint16_t *bf16,
+                 const uint16_t *remainder, size_t n);
     void (*sum)(const fs_exec *exec, fs_sum *sum);
     void (*update)(const fs_exec *exec, const fs_update *update);
     /* fp64 sum of squares of n elements: the grid and order of sum. */

@@ -26,6 +26,11 @@ fs_precision_check(const fs_precision *p)
                        "the step itself moves",
                        p->master ? "a master" : "a param that is not bfloat16");
     }
+    if (p->master == FS_MASTERS_SPLIT && p->param != FS_BF16) {
+        return FS_FAIL(FS_EINVAL, "precision: master=split with param=%s: the halves of a split "
+                                  "master are a bfloat16 weight and its remainder",
+                       fs_dtype_name(p->param));
+    }
     if (p->master && p->param == FS_F32) {
         return FS_FAIL(
             FS_EINVAL,
@@ -108,11 +113,16 @@ fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_ar
     FS_TRY(fs_arena_take(arena, FS_MEM_GRADIENTS, nbytes, &block->slots));
     FS_TRY(fs_mul_size(state_n, fs_dtype_nbytes(precision->accumulate), &nbytes));
     FS_TRY(fs_arena_take(arena, FS_MEM_ACCUMULATORS, nbytes, &block->acc));
-    FS_TRY(fs_mul_size(precision->master ? state_n : 0, sizeof(float), &nbytes));
-    FS_TRY(fs_arena_take(arena, FS_MEM_MASTER, nbytes, &block->master));
-    if (!precision->master) {
-        block->master = NULL;
-    }
+    static const size_t master_nbytes[] = {
+        [FS_MASTERS_NONE] = 0,
+        [FS_MASTERS_SEPARATE] = sizeof(float),
+        [FS_MASTERS_SPLIT] = sizeof(uint16_t),
+    };
+    void *master;
+    FS_TRY(fs_mul_size(state_n, master_nbytes[precision->master], &nbytes));
+    FS_TRY(fs_arena_take(arena, FS_MEM_MASTER, nbytes, &master));
+    block->master = precision->master == FS_MASTERS_SEPARATE ? master : NULL;
+    block->remainder = precision->master == FS_MASTERS_SPLIT ? master : NULL;
     return FS_OK;
 }
 

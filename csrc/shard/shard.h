@@ -135,11 +135,19 @@ typedef enum fs_weights {
     FS_WEIGHTS_SHARD = 2
 } fs_weights;
 
+/* What the optimizer moves behind a low-precision compute copy. */
+typedef enum fs_masters {
+    FS_MASTERS_NONE = 0,     /* the compute copy itself */
+    FS_MASTERS_SEPARATE = 1, /* fp32 weights; published rounded to nearest even */
+    FS_MASTERS_SPLIT = 2     /* fp32 weights, kept as the bf16 compute copy and a 16-bit remainder;
+                              * published rounded to nearest, ties away from zero */
+} fs_masters;
+
 typedef struct fs_precision {
     fs_dtype param;      /* compute copy */
     fs_dtype reduce;     /* gradient slots: what is put on the wire */
     fs_dtype accumulate; /* summed gradients of the owned segments */
-    bool master;         /* fp32 weights behind a low-precision compute copy */
+    fs_masters master;
     fs_dtype moments;
     bool stochastic;     /* the step rounds bf16 weights and moments at random, in proportion */
     uint64_t seed;       /* of that */
@@ -220,8 +228,8 @@ fs_store(fs_shards *shards, int param, fs_array array, size_t begin, size_t end,
          fs_dtype src_dtype);
 
 /* Outside reads: on the node world never a collective, between steps. FS_WEIGHT is the compute
- * copy, FS_MASTER the fp32 master where there is one, else the compute copy widened. FS_GRAD is the
- * summed gradient, unscaled. */
+ * copy, FS_MASTER the fp32 master where there is one (split or not), else the compute copy widened.
+ * FS_GRAD is the summed gradient, unscaled. */
 FS_NODISCARD fs_status
 fs_load(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, void *dst,
         fs_dtype dst_dtype);

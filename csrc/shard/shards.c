@@ -97,7 +97,7 @@ hash_policy(const fs_policy *policy)
                               (uint64_t)p->param,
                               (uint64_t)p->reduce,
                               (uint64_t)p->accumulate,
-                              p->master,
+                              (uint64_t)p->master,
                               (uint64_t)p->moments,
                               p->stochastic,
                               p->seed};

@@ -23,7 +23,8 @@ typedef struct fs_block {
     unsigned char *own;    /* weights: the packed kept cuts, or the whole image; NULL in view */
     unsigned char *slots;  /* gradient slots, see fs_slot_* */
     unsigned char *acc;    /* summed gradients of the kept cuts, packed */
-    float *master;         /* of the kept cuts, packed; NULL without masters */
+    float *master;         /* of the kept cuts, packed; NULL without separate masters */
+    uint16_t *remainder;   /* likewise, of split masters; the other half is the compute copy */
     unsigned char *moments[FS_MOMENTS_MAX];
 } fs_block;
 

@@ -217,6 +217,7 @@ update_segment(fs_shards *shards, const fs_seg *seg, const fs_hyper *hyper)
         .grad = block->acc + at * fs_dtype_nbytes(precision->accumulate),
         .grad_dtype = precision->accumulate,
         .master = block->master == NULL ? NULL : block->master + at,
+        .remainder = block->remainder == NULL ? NULL : block->remainder + at,
         .weight_dtype = precision->param,
         .moment_dtype = precision->moments,
         .stochastic = precision->stochastic,
@@ -255,9 +256,10 @@ update_and_publish(fs_shards *shards, const fs_hyper *hyper)
             update_cut(shards, c, hyper);
         }
     }
-    /* Where the shared weight is its own master, the copies of a cut's state are moved from the old
-     * weight: its one writer waits until all have read it. */
-    if (policy->keep > 1 && policy->weights == FS_WEIGHTS_SHARED && !policy->precision.master) {
+    /* Where the shared weight is its own master, or the upper half of it, the copies of a cut's
+     * state are moved from the old weight: its one writer waits until all have read it. */
+    if (policy->keep > 1 && policy->weights == FS_WEIGHTS_SHARED &&
+        policy->precision.master != FS_MASTERS_SEPARATE) {
         const fs_what what = {.op = FS_OP_UPDATE, .dtype = -1, .root = -1};
         FS_TRY(fs_meet(shards->world, &what, NULL, NULL, FS_NOSIG));
     }

@@ -252,6 +252,13 @@ state_array(const fs_shards *shards, int rank, fs_array array, const fs_seg *seg
     return base + fs_state_at(shards, seg) * fs_dtype_nbytes(*dtype);
 }
 
+/* Is the master of seg a compute copy and a remainder? Frozen parameters have the copy alone. */
+static bool
+is_split(const fs_shards *shards, const fs_seg *seg)
+{
+    return shards->policy.precision.master == FS_MASTERS_SPLIT && seg->pos_n != FS_FROZEN;
+}
+
 /* Calls for the part of [begin, end) of param that lies in cut. */
 typedef struct overlap {
     fs_seg seg; /* shortened to the overlap */
@@ -306,6 +313,14 @@ fs_store(fs_shards *shards, int param, fs_array array, size_t begin, size_t end,
             exec->device->convert(exec, to, dtype, from, src_dtype, n);
             continue;
         }
+        if (is_split(shards, &part.seg)) {
+            uint16_t *half = (uint16_t *)(void *)fs_own_at(shards, shards->rank, &part.seg);
+            uint16_t *rest = shards->blocks[shards->rank].remainder;
+            rest += fs_state_at(shards, &part.seg);
+            exec->device->split(exec, fs_writes_weight(shards, c) ? half : NULL, rest, from,
+                                src_dtype, n);
+            continue;
+        }
         const void *value = from;
         fs_dtype value_dtype = src_dtype;
         if (shards->blocks[shards->rank].master != NULL && part.seg.pos_n != FS_FROZEN) {
@@ -344,9 +359,16 @@ fs_load(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, 
         fs_dtype dtype;
         /* A cut is read from the rank that speaks for it, or here when it is kept here. */
         int from = fs_keeps(shards, c) ? shards->rank : c;
+        void *to = (unsigned char *)dst + part.skip * width;
+        size_t n = part.seg.end - part.seg.begin;
+        if (array == FS_MASTER && is_split(shards, &part.seg)) {
+            const void *half = fs_own_at(shards, from, &part.seg);
+            exec->device->join(exec, to, dst_dtype, half,
+                               shards->blocks[from].remainder + fs_state_at(shards, &part.seg), n);
+            continue;
+        }
         const unsigned char *src = state_array(shards, from, array, &part.seg, &dtype);
-        exec->device->convert(exec, (unsigned char *)dst + part.skip * width, dst_dtype, src, dtype,
-                              part.seg.end - part.seg.begin);
+        exec->device->convert(exec, to, dst_dtype, src, dtype, n);
     }
     return FS_OK;
 }

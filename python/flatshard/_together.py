@@ -102,4 +102,4 @@ def shards_of(target: Any) -> Shards:
 def stored_dtype(shards: Shards, trainable: bool) -> str:
     """The dtype in which a weight is written: the master's where there is one."""
     precision = shards.policy.precision
-    return precision.master if precision.master is not None and trainable else precision.param
+    return "float32" if precision.master is not None and trainable else precision.param

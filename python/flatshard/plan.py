@@ -230,17 +230,25 @@ def _phases(policy: Policy) -> list[tuple[str, str, str]]:
         "shard": "world memory, owned part on each rank",
     }
     weights = homes[policy.weights]
-    master = p.master or f"none: the {p.param} weight is moved"
+    moved = "float32" if p.master else p.param
+    masters = {
+        None: f"none: the {p.param} weight is moved",
+        "float32": "float32, world memory, owned part",
+        "split": "float32, split: the compute copy and a 16-bit remainder, "
+        "world memory, owned part",
+    }
     rounding = "to nearest even"
+    if p.master == "split":
+        rounding = "to nearest, ties away from zero"
     if p.rounding == "stochastic":
         rounding = f"at random in proportion (seed {p.rounding_seed}), moments likewise"
         if p.moments != "bfloat16":
             rounding = f"at random in proportion (seed {p.rounding_seed})"
     gathered = "the weights themselves" if policy.weights != "shard" else "private pool"
     return [
-        ("load", "weights read", f"any float dtype -> {p.master or p.param}"),
+        ("load", "weights read", f"any float dtype -> {moved}"),
         ("flat", "compute copy", f"{p.param}, {weights}"),
-        ("flat", "master", f"{master}{', world memory, owned part' if p.master else ''}"),
+        ("flat", "master", masters[p.master]),
         ("optimizer", "moments", f"{p.moments}, world memory, owned part"),
         ("forward", "gathered unit", f"{p.param}, {gathered}"),
         ("forward", "GEMM operands, activations", "float32, private"),
@@ -252,7 +260,7 @@ def _phases(policy: Policy) -> list[tuple[str, str, str]]:
             f"float32, stored as {p.accumulate}, world memory, owned part",
         ),
         ("pre-step", "norm", "float64 sum of squares of what the reduce wrote"),
-        ("step", "update", f"float32 arithmetic; writes {p.master or p.param} and {p.moments}"),
+        ("step", "update", f"float32 arithmetic; writes {moved} and {p.moments}"),
         ("step", "published weights", f"{p.param}, rounded {rounding}"),
     ]
 

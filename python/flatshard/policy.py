@@ -176,8 +176,11 @@ class MixedPrecision:
         Gradients on the wire; None: as produced. They are summed in fp32 in any case.
     accumulate : {"float32", "bfloat16"}
         Summed gradients of the owned shard.
-    master : {"float32"}, optional
+    master : {"float32", "split"}, optional
         Weights behind the compute copy, which the optimizer moves; None: it moves the compute copy.
+        "split" keeps a float32 master as the bfloat16 compute copy and a 16-bit remainder, 2 bytes
+        a parameter less; weights are then published rounded to nearest with ties away from zero,
+        since a remainder cannot express ties to even. Whatever reads or saves masters sees float32.
     moments : {"float32", "bfloat16"}
         Optimizer state.
     loss_scale : LossScale or float, optional
@@ -198,8 +201,8 @@ class MixedPrecision:
 
     Notes
     -----
-    Bytes per owned parameter with Adam, summed gradient included: fp32 16, bf16 and fp16 18,
-    bf16-pure 10.
+    Bytes per owned parameter with Adam, summed gradient included: fp32 16, bf16 and fp16 18 (16
+    with a split master), bf16-pure 10.
     """
 
     param: str = "float32"
@@ -216,6 +219,8 @@ class MixedPrecision:
             value = getattr(self, name)
             if value is None and name in ("reduce", "master"):
                 continue
+            if value == "split" and name == "master":
+                continue
             if value == "float16" and name in ("param", "reduce"):
                 continue
             if value == "float16":
@@ -228,7 +233,9 @@ class MixedPrecision:
                     f'MixedPrecision({name}={value!r}): expected "float32" or "bfloat16"'
                 )
         if self.master == "bfloat16":
-            raise ValueError('MixedPrecision(master="bfloat16"): a master is float32, or None')
+            raise ValueError(
+                'MixedPrecision(master="bfloat16"): a master is "float32" or "split", or None'
+            )
         half = [n for n in ("param", "reduce") if getattr(self, n) == "float16"]
         if half and self.loss_scale is None:
             raise ValueError(
@@ -239,8 +246,13 @@ class MixedPrecision:
             LossScale(initial=self.loss_scale, minimum=self.loss_scale)
         if self.master is not None and self.param == "float32":
             raise ValueError(
-                "MixedPrecision(param='float32', master='float32'): a float32 weight is its own "
-                "master; leave master out"
+                f"MixedPrecision(param='float32', master={self.master!r}): a float32 weight is its "
+                "own master; leave master out"
+            )
+        if self.master == "split" and self.param != "bfloat16":
+            raise ValueError(
+                f"MixedPrecision(param={self.param!r}, master='split'): the halves of a split "
+                "master are a bfloat16 weight and its remainder; use master='float32'"
             )
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(
@@ -319,7 +331,7 @@ class Policy:
             p.param,
             p.reduce,
             p.accumulate,
-            p.master is not None,
+            (None, "float32", "split").index(p.master),
             p.moments,
             p.rounding == "stochastic",
             p.rounding_seed,

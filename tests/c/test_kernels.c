@@ -238,6 +238,59 @@ update_case(const fs_exec *exec, kinds k, size_t n)
     return hash;
 }
 
+/* A split master is the fp32 master bit for bit: converted there and back, moved by three steps,
+ * and moved where somebody else writes its upper half. */
+static void
+split_case(const fs_exec *exec, fs_rule rule, size_t n)
+{
+    float *master = floats(n, 61), *joined = room(n * 4), *grad = floats(n, 62);
+    uint16_t *copy = room(n * 2), *half = room(n * 2), *rest = room(n * 2);
+    uint16_t *old = room(n * 2), *other = room(n * 2);
+    float *moments = room(n * 16);
+    memset(moments, 0, n * 16);
+    exec->device->split(exec, half, rest, master, FS_F32, n);
+    exec->device->join(exec, joined, FS_F32, half, rest, n);
+    CHECK(memcmp(joined, master, n * 4) == 0, "%zu elements differ after split and join", n);
+    exec->device->split(exec, NULL, other, master, FS_F32, n);
+    CHECK(memcmp(rest, other, n * 2) == 0, "%zu remainders differ without the other half", n);
+    for (int step = 1; step <= 3; step++) {
+        const fs_hyper hyper = {
+            .rule = rule, .lr = 1e-2f, .decay = 0.99f, .beta1 = 0.9f, .beta2 = 0.99f,
+            .one_minus_beta1 = 0.1f, .one_minus_beta2 = 0.01f, .eps = 1e-8f, .step_size = 1e-2f,
+            .inv_sqrt_bc2 = 1.0f,
+        };
+        fs_update u = {.hyper = hyper, .grad_scale = 0.5f, .grad = grad, .grad_dtype = FS_F32,
+                       .weight_dtype = FS_BF16, .moment1 = moments, .moment2 = moments + n, .n = n};
+        fs_update split = u;
+        split.moment1 = moments + 2 * n;
+        split.moment2 = moments + 3 * n;
+        u.master = master;
+        u.weight = copy;
+        exec->device->update(exec, &u);
+        memcpy(old, half, n * 2);
+        memcpy(other, rest, n * 2);
+        float *saved = room(n * 8);
+        memcpy(saved, split.moment1, n * 8);
+        split.weight = half;
+        split.remainder = rest;
+        exec->device->update(exec, &split);
+        memcpy(split.moment1, saved, n * 8);
+        split.weight = NULL;
+        split.weight_read = old;
+        split.remainder = other;
+        exec->device->update(exec, &split);
+        free(saved);
+        exec->device->join(exec, joined, FS_F32, half, rest, n);
+        CHECK(memcmp(joined, master, n * 4) == 0, "step %d: %zu masters differ", step, n);
+        CHECK(memcmp(moments, moments + 2 * n, n * 8) == 0, "step %d: moments differ", step);
+        CHECK(memcmp(rest, other, n * 2) == 0, "step %d: remainders differ", step);
+    }
+    void *const all[] = {master, joined, grad, copy, half, rest, old, other, moments};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        free(all[i]);
+    }
+}
+
 static uint64_t
 combine_case(const fs_exec *exec, int op, size_t n)
 {
@@ -345,6 +398,8 @@ run_all(const fs_exec *exec, uint64_t *hash)
             hash[GOLDEN_COMBINE] = mix(hash[GOLDEN_COMBINE], combine_case(exec, op, n));
         }
         (void)copy_case(exec, n * 4 + 1);
+        split_case(exec, FS_RULE_ADAM, n);
+        split_case(exec, FS_RULE_ADAMW, n);
     }
     (void)copy_case(exec, (size_t)3 * 1024 * 1024 + 17);
     all_halves(exec, FS_BF16);

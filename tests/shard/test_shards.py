@@ -389,6 +389,8 @@ def test_bytes_per_owned_parameter():
         classes = ("weights", "accumulators", "master", "moments")
         return sum(sum(planned[c]) for c in classes) / (numel / world.size)
 
-    for precision, want in {"fp32": 16, "bf16": 18, "bf16-pure": 10}.items():
+    split = fs.MixedPrecision(param="bfloat16", master="split")
+    cases = [("fp32", 16), ("bf16", 18), (split, 16), ("bf16-pure", 10), ("bf16-pure-sr", 10)]
+    for precision, want in cases:
         for got in fs.local_world(2).run(rank, precision):
             assert got == pytest.approx(want, rel=1e-3)
