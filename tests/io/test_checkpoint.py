@@ -437,8 +437,8 @@ def test_a_torn_model_is_not_saved(tmp_path) -> None:
                     checkpoint.save(tmp_path, shards, opt, step=2)
             raise
 
-    # Waits of both ranks are counted in the order in which they come, and one whose peer was quick is
-    # over before the fault: which wait is the last differs from sweep to sweep.
+    # Waits of both ranks are counted as they come, and one whose peer was quick is over before the
+    # fault: which wait is the last differs from sweep to sweep.
     for _ in range(20):
         for nth in range(1, 60):
             try:
