@@ -10,6 +10,7 @@ import os
 import pathlib
 import platform
 import re
+import signal
 import time
 from collections.abc import Iterator
 
@@ -28,6 +29,12 @@ LASTING = ("resource_tracker", "forkserver")
 def seed() -> int:
     """The seed of this run: TEST_SEED, or a fixed one."""
     return int(os.environ.get("TEST_SEED", "20240229"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell starts background jobs with Ctrl-C ignored; tests of Ctrl-C need it heard."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
