@@ -73,16 +73,10 @@ def main() -> None:
         own = environment / "bin" / "python"
         pip = [str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         run(*pip, "setuptools>=77", "numpy>=2.0", "wheel")
-        # In this tree, so that the core's objects are shared; into a folder of its own.
-        target = environment / "tree"
-        shutil.copytree(
-            ROOT / "python" / "flatshard",
-            target / "flatshard",
-            ignore=shutil.ignore_patterns("*.so", "__pycache__"),
-        )
-        run(own, "setup.py", "-q", "build_ext", "--build-lib", target, cwd=ROOT)
+        # In this tree: each Python's extension has a name of its own, and tests look here.
+        run(own, "setup.py", "-q", "build_ext", "--inplace", cwd=ROOT)
         run(*pip, "ml_dtypes>=0.4", "safetensors>=0.4", "scipy-openblas32>=0.3.27", "tqdm>=4.60")
-        variables = {**os.environ, "PYTHONPATH": str(target)}
+        variables = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
         run(own, "-W", "error", "-c", STEP, cwd=environment, env=variables)
         if version == max(found):
             run(*pip, "-r", str(ROOT / "tools" / "requirements-test.txt"))
