@@ -59,6 +59,8 @@ PyObject *fs_array_view(fs_dtype dtype, size_t dims_n, const size_t *dims, void 
                         bool writeable, PyObject *base);
 /* "float32", "bfloat16" or a NumPy dtype object -> fs_dtype; sets an exception on failure. */
 int fs_dtype_take(PyObject *object, fs_dtype *out);
+/* A shape as a tuple of int; NULL with an exception. */
+PyObject *fs_shape_tuple(size_t dims_n, const size_t *dims);
 /* Called once by module.c. */
 int fs_numpy_import(void);
 

@@ -174,17 +174,9 @@ catalog_enter(PyObject *tuple, catalog_call *call)
 static PyObject *
 piece_tuple(const fs_piece *piece)
 {
-    PyObject *shape = PyTuple_New((Py_ssize_t)piece->dims_n);
+    PyObject *shape = fs_shape_tuple(piece->dims_n, piece->dims);
     if (shape == NULL) {
         return NULL;
-    }
-    for (size_t d = 0; d < piece->dims_n; d++) {
-        PyObject *dim = PyLong_FromSize_t(piece->dims[d]);
-        if (dim == NULL) {
-            Py_DECREF(shape);
-            return NULL;
-        }
-        PyTuple_SET_ITEM(shape, (Py_ssize_t)d, dim);
     }
     return Py_BuildValue("(sssnnNi)", piece->name, fs_state_name(piece->state), piece->dtype_name,
                          (Py_ssize_t)piece->begin, (Py_ssize_t)piece->end, shape, piece->file);

@@ -47,17 +47,9 @@ io_crc32c_name(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 static PyObject *
 tensor_tuple(const fs_tensor *tensor)
 {
-    PyObject *shape = PyTuple_New((Py_ssize_t)tensor->dims_n);
+    PyObject *shape = fs_shape_tuple(tensor->dims_n, tensor->dims);
     if (shape == NULL) {
         return NULL;
-    }
-    for (size_t d = 0; d < tensor->dims_n; d++) {
-        PyObject *dim = PyLong_FromSize_t(tensor->dims[d]);
-        if (dim == NULL) {
-            Py_DECREF(shape);
-            return NULL;
-        }
-        PyTuple_SET_ITEM(shape, (Py_ssize_t)d, dim);
     }
     return Py_BuildValue("(ssNnn)", tensor->name, tensor->dtype_name, shape,
                          (Py_ssize_t)tensor->begin, (Py_ssize_t)tensor->end);

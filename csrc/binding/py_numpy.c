@@ -249,3 +249,21 @@ fs_dtype_take(PyObject *object, fs_dtype *out)
     Py_DECREF(descr);
     return found ? 0 : -1;
 }
+
+PyObject *
+fs_shape_tuple(size_t dims_n, const size_t *dims)
+{
+    PyObject *shape = PyTuple_New((Py_ssize_t)dims_n);
+    if (shape == NULL) {
+        return NULL;
+    }
+    for (size_t d = 0; d < dims_n; d++) {
+        PyObject *dim = PyLong_FromSize_t(dims[d]);
+        if (dim == NULL) {
+            Py_DECREF(shape);
+            return NULL;
+        }
+        PyTuple_SET_ITEM(shape, (Py_ssize_t)d, dim);
+    }
+    return shape;
+}
