@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from . import _core
+from ._layout import Parameter, core_definition, default_unit
+from ._shards import Shards
 from .errors import MemoryBudgetError
 from .policy import MixedPrecision, Policy, Precision, Sharding, resolve
-from .shard import Parameter, Shards, core_definition, default_unit
 
 __all__ = ["Plan", "describe", "memory", "plan"]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flatshard import _core
+from flatshard._layout import Parameter, core_definition, default_unit
 from flatshard.policy import Sharding, resolve
-from flatshard.shard import Parameter, core_definition, default_unit
 
 pytestmark = pytest.mark.quick
 

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, blas
+from .._layout import Group, Parameter, core_definition, take_groups
+from .._shards import Shards
 from ..policy import Policy, Precision, Sharding, resolve
-from ..shard import Group, Parameter, Shards, core_definition
 from .config import LlamaConfig, load_config
 
 if TYPE_CHECKING:
@@ -166,11 +167,9 @@ class Llama:
         frozen: Iterable[str] = (),
         groups: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        from ..shard import _take_groups
-
         self.config = config
         self.checkpointing = checkpointing
-        taken = _take_groups(groups)
+        taken = take_groups(groups)
         parameters, units = define(config, frozen=frozen, groups=taken)
         policy = resolve(world.size, sharding=sharding, precision=precision)
         blas.load()

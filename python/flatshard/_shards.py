@@ -1,0 +1,282 @@
+"""Shards: parameters laid flat and cut over the ranks of a world."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _core
+from ._arrays import Array
+from ._kinds import GRAD, KINDS, MASTER, MOMENT1
+from ._layout import Group, Parameter, check_groups, core_definition, numpy_dtype
+from ._unit import Unit
+from .policy import Policy
+
+if TYPE_CHECKING:
+    from .world import World
+
+__all__ = ["Shards"]
+
+_NO_COUNT = -1
+#: Elements of the constant that is stored again and again by Shards.fill.
+_FILL_N = 1 << 18
+
+
+class Shards:
+    """Sharded parameters, gradients and optimizer state of one model on one rank.
+
+    Made by :func:`shard` or by a model; iterating yields its units.
+
+    Parameters
+    ----------
+    world : World
+        The ranks.
+    parameters : sequence of Parameter
+        Listed unit by unit.
+    units : sequence of (str, int, int)
+        Name, first place and last place in the order of publishing gradients.
+    policy : Policy
+        What :func:`flatshard.policy.resolve` decided.
+    groups : sequence of Group
+        Named groups, for the optimizer.
+
+    Notes
+    -----
+    Opening is collective: layouts and policies are compared before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        parameters: Sequence[Parameter],
+        units: Sequence[tuple[str, int, int]],
+        policy: Policy,
+        groups: Sequence[Group] = (),
+    ) -> None:
+        check_groups(groups, parameters)
+        #: The world that the shards live in.
+        self.world = world
+        #: Every parameter, in the order of the layout.
+        self.parameters = tuple(parameters)
+        #: Sharding and precision as resolved.
+        self.policy = policy
+        #: Named groups.
+        self.groups = tuple(groups)
+        self._definition = core_definition(self.parameters, units)
+        self._core = _core.Shards(world._core, *self._definition, policy.core())
+        self._index = {name: i for i, p in enumerate(self.parameters) for name in p.names}
+        members: list[list[int]] = [[] for _ in units]
+        for i, parameter in enumerate(self.parameters):
+            members[parameter.unit].append(i)
+        #: Every unit, in the order of the layout.
+        self.units = tuple(Unit(self, u, name, members[u]) for u, (name, _, _) in enumerate(units))
+        self._moments: tuple[str, ...] = ()
+        self._reduced: set[int] = set()
+        self._count: int | None = None
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self.units)
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @property
+    def shards(self) -> Shards:
+        """Itself: what optimizers and checkpoints ask of anything sharded."""
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name, both of a tie, in the order of the layout."""
+        return tuple(name for p in self.parameters for name in p.names)
+
+    def unit(self, name: str) -> Unit:
+        """The unit with this name; KeyError names those there are."""
+        for unit in self.units:
+            if unit.name == name:
+                return unit
+        raise KeyError(f"no unit {name!r}; there are {', '.join(u.name for u in self.units)}")
+
+    def index(self, name: str) -> int:
+        """Index of the parameter with this name; KeyError otherwise."""
+        try:
+            return self._index[name]
+        except KeyError:
+            raise KeyError(f"no parameter {name!r}") from None
+
+    def close(self) -> None:
+        """Give the memory back. Never waits; twice is fine. Arrays of gathered units stay valid
+        with ``gather="view"``; with "copy" they must be gone (BufferError)."""
+        self._core.close()
+
+    # -- per-parameter access ---------------------------------------------------------------------
+
+    def _kind(self, what: str) -> int:
+        known = ("weight", "master", "grad", *self._moments)
+        if what not in known:
+            raise ValueError(f"what={what!r}: expected one of {', '.join(known)}")
+        return KINDS[what]
+
+    def dtype(self, name: str, what: str = "weight") -> np.dtype[Any]:
+        """The dtype in which ``what`` of the parameter called ``name`` is kept."""
+        kind = self._kind(what)
+        parameter = self.parameters[self.index(name)]
+        precision = self.policy.precision
+        if kind == GRAD:
+            return numpy_dtype(precision.accumulate)
+        if kind >= MOMENT1:
+            return numpy_dtype(precision.moments)
+        if kind == MASTER and (precision.master is not None and parameter.trainable):
+            return numpy_dtype("float32")
+        return numpy_dtype(precision.param)
+
+    def full(self, name: str, what: str = "weight") -> Array:
+        """A private copy of a whole parameter, gradient, master or moment.
+
+        Parameters
+        ----------
+        name : str
+            Either name of a tie.
+        what : {"weight", "master", "grad"} or a moment of the optimizer
+            What to read; moments are "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"
+            and "sum". "master" is the fp32 weight behind a low-precision one, else the weight.
+            "grad" is the sum over ranks so far, neither divided nor clipped; zero if there is none.
+
+        Returns
+        -------
+        ndarray
+            Whole shape, dtype as kept.
+
+        Raises
+        ------
+        KeyError, ValueError
+            No such parameter, or it has no such state (a frozen one has no gradient).
+
+        Notes
+        -----
+        On one host no other rank takes part; between steps any subset of ranks may read.
+        """
+        p = self.index(name)
+        out = np.empty(self.parameters[p].shape, self.dtype(name, what))
+        self._core.load(p, self._kind(what), 0, out)
+        return out
+
+    def local(self, name: str, what: str = "weight") -> tuple[Array, tuple[int, int]]:
+        """A private copy of what this rank speaks for. Never a collective.
+
+        Parameters
+        ----------
+        name, what : str
+            As for :meth:`full`.
+
+        Returns
+        -------
+        array : ndarray, 1-D
+            Elements [begin, end) of the flattened parameter.
+        (begin, end) : tuple of int
+            The range; equal when this rank owns nothing of it.
+        """
+        p = self.index(name)
+        begin, end = self._core.range(p, self.world.rank)
+        out = np.empty(end - begin, self.dtype(name, what))
+        self._core.load(p, self._kind(what), begin, out)
+        return out, (begin, end)
+
+    def set_full(self, name: str, array: Array, what: str = "weight") -> None:
+        """Replace a whole parameter, master or moment. Collective.
+
+        Parameters
+        ----------
+        name : str
+            Either name of a tie.
+        array : ndarray
+            Whole shape, any float dtype, equal on every rank: each stores its own part.
+        what : str
+            As for :meth:`full`; "weight" and "master" both set the master and the compute copy.
+        """
+        p = self.index(name)
+        kind = self._kind(what)
+        value = np.asarray(array, order="C")  # a scalar stays one
+        if value.shape != self.parameters[p].shape:
+            raise ValueError(f"{name}: shape {value.shape}, expected {self.parameters[p].shape}")
+        with self.storing() as store:
+            store(p, kind, value)
+
+    def fill(self, what: str, value: float) -> None:
+        """Set every element of a moment to one value. Collective.
+
+        Parameters
+        ----------
+        what : str
+            Name of the moment.
+        value : float
+            Rounded to the dtype in which it is kept.
+        """
+        kind = self._kind(what)
+        if kind < MOMENT1:
+            raise ValueError(f"what={what!r}: expected one of {', '.join(self._moments)}")
+        most = max((p.numel for p in self.parameters if p.trainable), default=0)
+        constant = np.full(min(most, _FILL_N), value, np.float32)
+        with self.storing() as store:
+            for index, parameter in enumerate(self.parameters):
+                if parameter.trainable:
+                    for begin in range(0, parameter.numel, _FILL_N):
+                        store(index, kind, constant[: parameter.numel - begin], begin)
+
+    @contextlib.contextmanager
+    def storing(self) -> Iterator[Callable[..., None]]:
+        """A batch of stores between two fences. Collective.
+
+        Yields
+        ------
+        callable
+            ``store(index, kind, array, begin=0)`` writes elements from ``begin`` on; parts that
+            other ranks keep are ignored.
+        """
+        self._core.store_begin()
+
+        def store(index: int, kind: int, array: Array, begin: int = 0) -> None:
+            self._core.store(index, kind, begin, np.ascontiguousarray(array))
+
+        yield store
+        self._core.store_end()
+
+    # -- micro-batches of callers with arrays -----------------------------------------------------
+
+    def _begin_reduce(self, unit: int, count: int | None) -> None:
+        if count is not None and count < 0:
+            raise ValueError(f"count={count!r}: expected 0 or more")
+        if unit in self._reduced:
+            self.end_micro_batch()
+        elif self._reduced and count != self._count:
+            raise ValueError(
+                f"count={count!r} for this unit and {self._count!r} for an earlier one of the same "
+                "micro-batch"
+            )
+        self._reduced.add(unit)
+        self._count = count
+
+    def end_micro_batch(self) -> None:
+        """End the micro-batch of :meth:`Unit.reduce` calls: units that did not come are absent.
+        Called by the step, and by the first unit that comes a second time."""
+        if self._reduced:
+            count = self._count
+            self._reduced.clear()
+            self._core.round_end(_NO_COUNT if count is None else count, False)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def planned(self) -> dict[str, tuple[int, int]]:
+        """What the plan says these shards hold on this rank: class to (private, world) bytes."""
+        rows = _core.shards_plan(
+            *self._definition,
+            self.policy.core(),
+            self.world.size,
+            self.world.rank,
+            len(self._moments),
+        )
+        return {name: (row[0], row[1]) for name, row in rows.items()}

@@ -1,0 +1,170 @@
+"""Units: parameters that are gathered, released and reduced together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ._arrays import Array, as_array
+from ._kinds import WEIGHT
+
+if TYPE_CHECKING:
+    from ._shards import Shards
+
+__all__ = ["Unit"]
+
+
+class Unit:
+    """Parameters that are gathered, released and reduced together. Made by :class:`Shards`."""
+
+    def __init__(self, shards: Shards, index: int, name: str, params: Sequence[int]) -> None:
+        self._shards = shards
+        self._index = index
+        self._params = tuple(params)
+        self._gathers = 0
+        #: The unit's name.
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {len(self._params)} parameters, {self.state})"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """First names of its parameters, in order."""
+        return tuple(self._shards.parameters[p].name for p in self._params)
+
+    @property
+    def state(self) -> Literal["gathered", "released"]:
+        """Whether the weights are readable here (by :meth:`gather`)."""
+        return "gathered" if self._gathers else "released"
+
+    def gather(self) -> dict[str, Array]:
+        """Make the weights readable.
+
+        Returns
+        -------
+        dict of str to read-only ndarray
+            Every name (both of a tie) to the compute copy, whole shape, dtype ``precision.param``.
+            With ``gather="view"`` these are the weights themselves and stay valid; with "copy" they
+            are valid until :meth:`release`.
+
+        Raises
+        ------
+        RuntimeError
+            ``gather="copy"``: the pool is full; the text names the units that hold it.
+        WorldError
+            The job is over.
+
+        Notes
+        -----
+        Every rank gathers the same units in the same order, as on a GPU; "copy" checks it
+        at the next step. Cost: nothing with "view"; (world - 1) / world of the unit's bytes copied
+        with "copy".
+        """
+        arrays = self._shards._core.gather(self._index)
+        self._gathers += 1
+        named: dict[str, Array] = {}
+        for p, array in zip(self._params, arrays, strict=True):
+            for name in self._shards.parameters[p].names:
+                named[name] = array
+        return named
+
+    def release(self) -> None:
+        """Give the buffer of a gathered unit back.
+
+        Raises
+        ------
+        BufferError
+            ``gather="copy"``: arrays of the unit are still in use.
+        RuntimeError
+            The unit is not gathered.
+        """
+        self._shards._core.release(self._index)
+        self._gathers -= 1
+
+    @contextlib.contextmanager
+    def gathered(self, *, write: bool = False) -> Iterator[dict[str, Array]]:
+        """The weights for the length of a ``with`` block.
+
+        Parameters
+        ----------
+        write : bool
+            Yield private, writable copies; when the block ends without an exception, every rank
+            stores its own part of its own copy (collective), masters included.
+
+        Yields
+        ------
+        dict of str to ndarray
+            As :meth:`gather`; read-only unless ``write``.
+
+        Notes
+        -----
+        With ``write`` a rank that writes another value than its peers changes its own part alone:
+        compute the new value alike on every rank, or broadcast it first.
+        """
+        arrays = self.gather()
+        try:
+            if not write:
+                yield arrays
+                return
+            copies: dict[str, Array] = {}
+            for p in self._params:
+                names = self._shards.parameters[p].names
+                copies[names[0]] = arrays[names[0]].copy()
+                for name in names[1:]:
+                    copies[name] = copies[names[0]]
+            arrays.clear()
+            yield copies
+            with self._shards.storing() as store:
+                for p in self._params:
+                    store(p, WEIGHT, copies[self._shards.parameters[p].name])
+        finally:
+            arrays.clear()
+            self.release()
+
+    def reduce(self, grads: Mapping[str, Array], *, count: int | None = None) -> None:
+        """Hand in this micro-batch's gradients of the unit; they are summed over ranks.
+
+        Parameters
+        ----------
+        grads : mapping of str to ndarray
+            Name (either of a tie; both add up) to gradient: whole shape, any float dtype. Copied
+            before this returns. Names left out had no gradient.
+        count : int, optional
+            Tokens or samples of this rank's micro-batch, where gradients are sums over them: the
+            step divides by the sum of counts of all ranks and micro-batches. The same for every
+            unit of a micro-batch. None on every rank: a plain mean over ranks, micro-batches added.
+
+        Raises
+        ------
+        KeyError
+            A name is not the unit's.
+        ValueError
+            A wrong shape, a frozen parameter, or a count that differs within the micro-batch.
+
+        Notes
+        -----
+        The first unit that comes a second time begins a new micro-batch; units that did not come
+        are absent. Cost: one copy here, and one pass over the sum of all ranks' gradients of the
+        owned part.
+        """
+        shards = self._shards
+        pairs: list[tuple[int, Array]] = []
+        for name, grad in grads.items():
+            p = shards.index(name)
+            if p not in self._params:
+                raise KeyError(f"{name} is not a parameter of unit {self.name}")
+            parameter = shards.parameters[p]
+            array = np.ascontiguousarray(as_array(name, grad))
+            if array.shape != parameter.shape and not (parameter.shape == () and array.size == 1):
+                raise ValueError(
+                    f"gradient of {name}: shape {array.shape}, expected {parameter.shape}"
+                )
+            pairs.append((p, array))
+        shards._begin_reduce(self._index, count)
+        for p, array in pairs:
+            shards._core.grad_put(p, array)
+        shards._core.grad_publish(self._index, False)
