@@ -24,7 +24,9 @@ int fs_py_add_shards(PyObject *module);  /* py_shards.c: Shards, step */
 int fs_py_add_llama(PyObject *module);   /* py_llama.c */
 int fs_py_add_model_ops(PyObject *module); /* py_model_ops.c: for tests and benchmarks */
 int fs_py_add_io(PyObject *module);      /* py_io.c: checksums, safetensors */
-int fs_py_add_checkpoint(PyObject *module); /* py_checkpoint.c: catalogs, save, read, export */
+int fs_py_add_catalog(PyObject *module); /* py_catalog.c: what a folder of pieces holds */
+int fs_py_add_checkpoint(PyObject *module); /* py_checkpoint.c: read, save, commit */
+int fs_py_add_export(PyObject *module); /* py_export.c: whole tensors */
 
 /* The one place that turns a status into an exception: sets it and returns NULL. world may be NULL;
  * it is where FS_ABORTED finds its cause and report. */

@@ -1,4 +1,5 @@
-/* Files from Python: checksums and safetensors. Checkpoints are in py_checkpoint.c. */
+/* Files from Python: checksums and safetensors. Checkpoints are in py_checkpoint.c, catalogs of
+ * pieces in py_catalog.c. */
 #include "binding.h"
 
 #include "../base/arena.h"
