@@ -31,9 +31,20 @@ gate_moved(void *ctx)
     return true;
 }
 
+/* A rank that skips has nothing to compare at the fences that it goes with. */
+static bool
+goes_with(const fs_what *skips, const fs_what *other)
+{
+    return skips->op == FS_OP_SKIP && (other->op == FS_OP_SKIP || other->op == FS_OP_LOSS ||
+                                       other->op == FS_OP_SETTLE);
+}
+
 static bool
 what_differs(const fs_what *a, const fs_what *b)
 {
+    if (goes_with(a, b) || goes_with(b, a)) {
+        return false;
+    }
     return a->op != b->op || a->dtype != b->dtype || a->root != b->root ||
            a->nbytes != b->nbytes || a->tag != b->tag;
 }
@@ -44,7 +55,10 @@ static int
 find_odd(const fs_world *world, uint64_t k)
 {
     const fs_what *first = &world->page->member[0].rec[k & 1].what;
-    int odd = -1, like_first = 0;
+    int odd = -1, like_first = 0, leader = 0;
+    while (first->op == FS_OP_SKIP && leader + 1 < world->size) {
+        first = &world->page->member[++leader].rec[k & 1].what; /* compare with one who compares */
+    }
     for (int r = 0; r < world->size; r++) {
         if (!what_differs(first, &world->page->member[r].rec[k & 1].what)) {
             like_first++;
@@ -52,7 +66,7 @@ find_odd(const fs_world *world, uint64_t k)
             odd = r;
         }
     }
-    return odd >= 0 && like_first * 2 < world->size ? 0 : odd;
+    return odd >= 0 && like_first * 2 < world->size ? leader : odd;
 }
 
 fs_status

@@ -277,6 +277,7 @@ fs_llama_loss_sum(fs_llama *llama, const fs_loss *mine, fs_loss *out)
 {
     fs_payload payload = {.d = {mine->sum}};
     payload.i[1] = mine->tokens;
+    payload.u[FS_PAYLOAD_OP] = FS_OP_LOSS; /* a rank that skips goes with us, and adds nothing */
     fs_what what = {.op = FS_OP_LOSS, .dtype = -1, .root = -1};
     FS_TRY(fs_meet(llama->world, &what, &payload, llama->payloads, 0));
     *out = (fs_loss){0};

@@ -429,12 +429,35 @@ fs_grad_reset(fs_shards *shards)
     shards->count = 0;
     shards->has_count = shards->has_plain = false;
     shards->bad_param = shards->bad_rank = -1;
-    shards->settled = shards->agreed = false;
+    shards->settled = shards->skipping = shards->agreed = false;
     shards->gather_hash = 0;
 }
 
+/* What ranks say of themselves when they settle. A rank that skips does not know at which fence the
+ * others are: its words lie beside those of a loss, which it adds nothing to. */
+enum { SETTLE_ROUNDS = 2, SETTLE_SKIPS = 3 };
+
+static fs_status
+meet_settled(fs_shards *shards, bool skips)
+{
+    const fs_what what = {.op = skips ? FS_OP_SKIP : FS_OP_SETTLE, .dtype = -1, .root = -1};
+    fs_payload payload = {{0}};
+    payload.u[SETTLE_ROUNDS] = shards->rounds;
+    payload.u[SETTLE_SKIPS] = skips;
+    payload.u[FS_PAYLOAD_OP] = what.op;
+    bool losses;
+    do {
+        FS_TRY(fs_meet(shards->world, &what, &payload, shards->records, 0));
+        losses = false;
+        for (int r = 0; r < shards->size; r++) {
+            losses = losses || shards->records[r].u[FS_PAYLOAD_OP] == FS_OP_LOSS;
+        }
+    } while (losses); /* the others end their micro-batches first */
+    return FS_OK;
+}
+
 fs_status
-fs_settle(fs_shards *shards)
+fs_settle(fs_shards *shards, bool skips)
 {
     if (shards->settled) {
         return FS_OK;
@@ -445,12 +468,12 @@ fs_settle(fs_shards *shards)
     atomic_store_explicit(&mine->fin, shards->base + shards->rounds * order_n,
                           memory_order_release);
     fs_bell(shards->world);
-    fs_payload payload = {.u = {shards->rounds}};
-    const fs_what what = {.op = FS_OP_SETTLE, .dtype = -1, .root = -1};
-    FS_TRY(fs_meet(shards->world, &what, &payload, shards->records, 0));
+    FS_TRY(meet_settled(shards, skips));
     uint64_t most = 0;
+    shards->skipping = false;
     for (int r = 0; r < shards->size; r++) {
-        uint64_t rounds = shards->records[r].u[0];
+        uint64_t rounds = shards->records[r].u[SETTLE_ROUNDS];
+        shards->skipping = shards->skipping || shards->records[r].u[SETTLE_SKIPS] != 0;
         most = rounds > most ? rounds : most;
         shards->fins[r] = shards->base + rounds * order_n;
     }
@@ -472,7 +495,7 @@ fs_status
 fs_grad_drop(fs_shards *shards)
 {
     FS_TRY(fs_shards_ready(shards));
-    FS_TRY(fs_settle(shards));
+    FS_TRY(fs_settle(shards, false));
     if (!shards->agreed) {
         const fs_what what = {.op = FS_OP_SETTLE, .dtype = -1, .root = 1};
         FS_TRY(fs_meet(shards->world, &what, NULL, NULL, 0));

@@ -308,7 +308,8 @@ typedef struct fs_verdict {
 } fs_verdict;
 
 /* Settles (everyone's contributions are in) and agrees: the write fence. max_norm <= 0: no
- * clipping. local_skip: this rank wants the step skipped (an error in its batch). A second call
+ * clipping. local_skip: this rank wants the step skipped (an error in its batch); it may stand
+ * anywhere in a micro-batch, and goes with the others' loss fences until they settle. A second call
  * before fs_step_finish returns the same verdict and costs nothing (max_norm and norm must be
  * equal, here and on all ranks). */
 FS_NODISCARD fs_status fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm,

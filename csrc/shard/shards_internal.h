@@ -92,6 +92,7 @@ struct fs_shards {
     double loss_scale; /* 0: none */
     double prescale;   /* 0: none */
     bool settled, agreed;
+    bool skipping; /* settled, and some rank asked for a skip */
     double agreed_max_norm;
     fs_grad_norm agreed_norm;
     fs_verdict verdict;
@@ -186,9 +187,10 @@ fs_grad_finish_rounds(fs_shards *shards);
 /* Forgets gradients, counts and verdict; everyone has summed everything. */
 void fs_grad_reset(fs_shards *shards);
 
-/* Settles: every rank's contributions are in and summed. */
+/* Settles: every rank's contributions are in and summed. skips: this rank's batch failed; it goes
+ * with the fences of micro-batches that the others still end. */
 FS_NODISCARD fs_status
-fs_settle(fs_shards *shards);
+fs_settle(fs_shards *shards, bool skips);
 
 /* After the fence that follows settling: numbers the next step's contributions. */
 void fs_step_begin_next(fs_shards *shards);

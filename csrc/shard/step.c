@@ -74,6 +74,7 @@ fold(const fs_payload *records, int size, double max_norm, fs_grad_norm norm, do
     verdict.grad_scale = verdict.clip / divisor;
     if (flags & RECORD_SKIP) {
         verdict.reason = FS_SKIP_RANK;
+        verdict.bad_param = verdict.bad_rank = -1; /* half a batch proves nothing */
     } else if (verdict.bad_param >= 0) {
         verdict.reason = scaled ? FS_SKIP_OVERFLOW : FS_SKIP_NONFINITE;
         verdict.norm = (double)NAN;
@@ -169,12 +170,19 @@ fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm, bool local_
                            "rank %d: the norm is the %s, but grad_norm() agreed on the %s",
                            shards->rank, norm_names[norm], norm_names[shards->agreed_norm]);
         }
+        if (local_skip && shards->verdict.reason != FS_SKIP_RANK) {
+            return FS_FAIL(FS_ESTATE,
+                           "rank %d: a skip was asked for after grad_norm() had agreed on the step",
+                           shards->rank);
+        }
         *out = shards->verdict;
         return FS_OK;
     }
-    FS_TRY(fs_settle(shards));
+    FS_TRY(fs_settle(shards, local_skip));
     fs_payload record = make_record(shards, local_skip);
-    fs_what what = {.op = FS_OP_AGREE, .dtype = -1, .root = -1, .tag = shards->gather_hash};
+    fs_what what = {.op = FS_OP_AGREE, .dtype = -1, .root = -1};
+    /* A rank whose batch failed gathered less than the others. */
+    what.tag = shards->skipping ? 0 : shards->gather_hash;
     uint64_t scale_bits;
     memcpy(&what.nbytes, &max_norm, sizeof what.nbytes);
     double factor = fs_shards_gradient_factor(shards);
@@ -182,7 +190,7 @@ fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm, bool local_
     what.tag ^= scale_bits ^ (uint64_t)norm; /* a power of two has no bits down there */
     FS_TRY(fs_meet(shards->world, &what, &record, shards->records, 0));
     fs_step_begin_next(shards);
-    fs_status st = check_counts(shards);
+    fs_status st = shards->skipping ? FS_OK : check_counts(shards);
     if (st != FS_OK) {
         fs_grad_reset(shards);
         return st;

@@ -21,6 +21,8 @@ _log = logging.getLogger("flatshard")
 
 #: In the order in which the core numbers them.
 _NORMS = (2.0, math.inf)
+#: Of the reason of a skip, as other ranks are told it.
+_REASON_NBYTES = 240
 
 
 class Optimizer:
@@ -115,11 +117,31 @@ class Optimizer:
     def skip(self, reason: str) -> None:
         """Ask for the coming step to be skipped on every rank: this rank's batch failed.
 
+        Call it where an exception, or want of memory, ended this rank's micro-batch, wherever that
+        was, and then :meth:`step` like every other rank. Nothing moves on any rank; gradients that
+        were reduced since the last step are dropped.
+
         Parameters
         ----------
         reason : str
-            Logged on this rank.
+            Told to every rank (its first 240 bytes), in the log and in ``StepResult.skipped``.
+
+        Raises
+        ------
+        TypeError
+            The reason is no text.
+
+        Notes
+        -----
+        The others finish their micro-batches without this rank: it counts as absent from where it
+        failed, and goes with the loss fences of the native models until they step. Fences that a
+        script adds between backward and step (``world.all_reduce`` of a loss) are its own to pair:
+        put them behind the step. Costs one small exchange, and only in a step that is skipped so.
+        An exception that ended the world (``WorldError``, ``KeyboardInterrupt`` in a wait) cannot
+        be skipped.
         """
+        if not isinstance(reason, str):
+            raise TypeError(f"reason: expected text, got {type(reason).__name__}")
         self._skip_reason = reason
 
     def _agree(
@@ -220,6 +242,9 @@ class Optimizer:
         self._shards._core.finish(self._rule, core, self._group_of, self._steps)
         skip_reason, self._skip_reason = self._skip_reason, None
         self._max_norm, self._norm_type = None, 2.0
+        skipped: tuple[tuple[int, str], ...] = ()
+        if REASONS[reason] == "rank_skipped":
+            skipped = self._tell(skip_reason)
         nonfinite = None
         if bad_param >= 0:
             nonfinite = (self._shards.parameters[bad_param].name, bad_rank)
@@ -235,13 +260,28 @@ class Optimizer:
             loss_scale=scale,
             nonfinite=nonfinite,
             count=count or None,
+            skipped=skipped,
         )
-        self._account(result, skip_reason)
+        self._account(result)
         self._scaler.follow(result.reason)
         self._shards._core.set_loss_scale(self._scaler.core)
         return result
 
-    def _account(self, result: StepResult, skip_reason: str | None) -> None:
+    def _tell(self, reason: str | None) -> tuple[tuple[int, str], ...]:
+        """Which ranks asked for a skip, and why. Collective."""
+        mine = np.zeros(_REASON_NBYTES + 1, np.uint8)
+        if reason is not None:
+            text = reason.encode("utf-8", "replace")[:_REASON_NBYTES]
+            mine[0] = 1
+            mine[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
+        told = self._shards.world.all_gather(mine).reshape(-1, mine.size)
+        return tuple(
+            (rank, row[1:].tobytes().rstrip(b"\0").decode("utf-8", "ignore"))
+            for rank, row in enumerate(told)
+            if row[0]
+        )
+
+    def _account(self, result: StepResult) -> None:
         if result.applied:
             self._skips_in_row = 0
             return
@@ -256,8 +296,8 @@ class Optimizer:
             name, rank = result.nonfinite
             source = f"rank {rank}" if rank >= 0 else "the sum over ranks"
             why = f"the gradient of {name} is not finite, from {source}"
-        elif skip_reason is not None:
-            why = f"this rank asked for it: {skip_reason}"
+        elif result.skipped:
+            why = "; ".join(f"rank {rank} asked for it: {text}" for rank, text in result.skipped)
         if self._skips_in_row == 1:
             _log.warning("step skipped after %d applied: %s", self._applied, why)
         if self._skips_in_row >= self._max_skips:
@@ -270,6 +310,7 @@ class Optimizer:
         self._shards.end_micro_batch()
         self._shards._core.grad_drop()
         self._max_norm, self._norm_type = None, 2.0
+        self._skip_reason = None
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class StepResult:
         over ranks overflowed).
     count : int or None
         Tokens or samples of the whole step, where micro-batches gave counts.
+    skipped : tuple of (int, str)
+        With "rank_skipped": every rank that asked for the skip, and the reason it gave.
     """
 
     applied: bool
@@ -44,6 +46,7 @@ class StepResult:
     loss_scale: float
     nonfinite: tuple[str, int] | None
     count: int | None
+    skipped: tuple[tuple[int, str], ...] = ()
 
     def __bool__(self) -> bool:
         return self.applied

@@ -44,7 +44,7 @@ class ConfigError(FlatshardError, ValueError):
 
 
 class NonFiniteError(FlatshardError, ArithmeticError):
-    """Too many steps in a row were skipped because gradients were not finite."""
+    """Too many steps in a row were skipped: gradients were not finite, or ranks asked for it."""
 
 
 class MemoryBudgetError(FlatshardError, MemoryError):

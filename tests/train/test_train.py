@@ -20,6 +20,8 @@ import pytest
 import flatshard
 from flatshard.cli.__main__ import main
 from flatshard.errors import ConfigError
+from flatshard.models.data import Tokens
+from flatshard.models.llama import Llama
 from flatshard.models.report import RESULT_KEYS, StepReport
 from flatshard.models.stop import StopRequest
 from flatshard.models.train import TrainConfig, TrainResult, train
@@ -170,6 +172,53 @@ def test_a_tokenizer_of_ones_own(
     assert capsys.readouterr().out.startswith("alpha")
     bare = train(dataclasses.replace(config, tokenizer="bytes", out=str(tmp_path / "bare")))
     assert bare.sample is None and "say --tokenizer to decode" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["data", "model"])
+def test_a_batch_without_memory_is_skipped_by_all(
+    corpus: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of two fails in the second step, or both do: the same weights in the end."""
+
+    def run(out: Path, failing: tuple[int, ...]) -> list[TrainResult]:
+        drawn = [0, 0]
+
+        def fails(rank: int) -> None:
+            drawn[rank] += 1
+            if rank in failing and drawn[rank] == 3:  # two micro-batches a step
+                raise MemoryError(f"no room for batch {drawn[rank]}")
+
+        take, compute = Tokens._take, Llama.forward_backward
+
+        def fail_in_data(self: Tokens, start: int, n: int) -> Any:
+            if self.split == "train" and start_of_batch(self):
+                fails(self.rank)
+            return take(self, start, n)
+
+        def start_of_batch(self: Tokens) -> bool:
+            self.rows = getattr(self, "rows", 0) + 1  # type: ignore[attr-defined]
+            return bool(self.rows % self.batch == 1)
+
+        def fail_in_model(self: Llama, inputs: Any, targets: Any) -> Any:
+            fails(self.shards.world.rank)
+            return compute(self, inputs, targets)
+
+        with monkeypatch.context() as patch:
+            if where == "data":
+                patch.setattr(Tokens, "_take", fail_in_data)
+            else:
+                patch.setattr(Llama, "forward_backward", fail_in_model)
+            return run_threads(config_of(corpus, out, accumulate=2, steps=5), 2)
+
+    results = run(tmp_path / "one", (1,))
+    assert [result.steps_skipped for result in results] == [1, 1]
+    rows = [row for row in metrics(tmp_path / "one") if "loss" in row]
+    assert [row["reason"] for row in rows] == ["applied", "rank_skipped", *["applied"] * 3]
+    assert rows[1]["tokens"] - rows[0]["tokens"] == 2 * 2 * 32, "of the other rank alone"
+    both = run(tmp_path / "both", (0, 1))
+    assert [row["loss"] for row in metrics(tmp_path / "both") if "loss" in row][1] is None
+    hashes = {result.weights_sha256 for result in (*results, *both)}
+    assert len(hashes) == 1, "the same data on both sides of the skip"
 
 
 def test_accumulation_counts_tokens(corpus: Path, tmp_path: Path) -> None:

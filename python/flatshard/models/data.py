@@ -322,6 +322,21 @@ class Tokens:
             self._sample += step
             yield _batch(rows)
 
+    def pass_over(self, batches: int) -> None:
+        """Move on as if so many batches had been read; an iterator that failed must be made anew.
+
+        Parameters
+        ----------
+        batches : int
+            Of this rank.
+        """
+        self._refuse_heldout()
+        step = self.world_size * self.batch
+        for _ in range(batches):
+            if self._sample + step > self.sequences:
+                self._epoch, self._sample = self._epoch + 1, 0
+            self._sample += step
+
     def _held_out(self) -> Iterator[Batch]:
         step = self.world_size * self.batch
         for global_first in range(0, self.sequences, step):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal as signals
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 import flatshard
 
@@ -61,7 +63,9 @@ class TrainResult:
     ----------
     params, world_size, stage, precision
     steps : int
-        Done when it ended.
+        Done when it ended, skipped ones included.
+    steps_skipped : int
+        Of these, how many moved nothing; ``metrics.jsonl`` has the reason of each.
     tokens_per_second, step_ms, mfu : float or None
         Medians over this start's steps after the second.
     loss_first, loss_last, eval_loss, grad_norm_last : float or None
@@ -86,6 +90,7 @@ class TrainResult:
     stage: int
     precision: str
     steps: int
+    steps_skipped: int
     tokens_per_second: float | None
     step_ms: float | None
     mfu: float | None
@@ -141,7 +146,8 @@ def train(
 
     Notes
     -----
-    A run that was stopped and resumed ends with the bits of one that was not.
+    A run that was stopped and resumed ends with the bits of one that was not. A step for whose
+    batch a rank has no memory is skipped on every rank (``Optimizer.skip``), and counted.
     """
     config.check()
     world = flatshard.init(threads=config.threads) if world is None else world
@@ -199,6 +205,7 @@ class _Run:
         self.folder = RunFolder(config.out)
         self.first_rank = world.rank == 0
         self.model: Llama | None = None
+        self.steps_skipped = 0
         self.metrics: Metrics | None = None
         self.display: Display | None = None
         self.meter = Meter(0, 0.0)  # of nothing, until the model is there
@@ -249,6 +256,7 @@ class _Run:
             "stage": self.config.stage,
             "precision": self.config.precision,
             "steps": self.step,
+            "steps_skipped": self.steps_skipped,
             "tokens_per_second": speed,
             "step_ms": self.meter.step_ms,
             "mfu": None if speed is None else self.meter.mfu(speed),
@@ -345,6 +353,7 @@ class _Run:
         user = loaded.user
         self.train_data.restore(user["data"])
         self.step = loaded.step
+        self.steps_skipped = self.optimizer.steps_skipped
         self.tokens_seen = user["tokens"]
         self.loss_first, self.loss_last = user["loss_first"], user["loss_last"]
         self.grad_norm_last = user["grad_norm_last"]
@@ -382,11 +391,11 @@ class _Run:
     def loop(self) -> str | None:
         """Steps to the end or to a signal; returns the signal's name."""
         config = self.config
-        batches = iter(self.train_data)
+        self.batches = iter(self.train_data)
         if self.step == 0 and config.eval_every:
             self.evaluate()
         while self.step < config.steps:
-            asked = self.one_step(batches)
+            asked = self.one_step()
             last = self.step == config.steps
             if last or (config.eval_every and self.step % config.eval_every == 0):
                 self.evaluate()
@@ -396,19 +405,31 @@ class _Run:
                 self.save()
         return None
 
-    def one_step(self, batches: Iterator[data.Batch]) -> int:
+    def micro_batches(self, sums: npt.NDArray[np.float64]) -> None:
+        """Forward and backward of a step; adds losses and targets to sums. Without memory for it,
+        the step is skipped on every rank, and all go on behind its data."""
+        assert self.model is not None
+        drawn = 0
+        try:
+            for _ in range(self.config.accumulate):
+                inputs, targets = next(self.batches)
+                drawn += 1
+                loss = self.model.forward_backward(inputs, targets)
+                sums[0] += loss.local * loss.tokens
+                sums[1] += loss.tokens
+        except MemoryError as error:
+            self.optimizer.skip(reason(error))
+            self.train_data.pass_over(self.config.accumulate - drawn)
+            self.batches = iter(self.train_data)
+
+    def one_step(self) -> int:
         """One optimizer step on every rank; returns the signal that asked one to stop, or 0."""
-        config, world, model = self.config, self.world, self.model
-        assert model is not None
+        config, world = self.config, self.world
         started = time.perf_counter()
         # Sum of losses, targets, and whether Ctrl-C or another signal asked this rank to stop: one
         # small collective, so that all ranks agree on the step that is the last.
         sums = np.zeros(4)
-        for _ in range(config.accumulate):
-            inputs, targets = next(batches)
-            loss = model.forward_backward(inputs, targets)
-            sums[0] += loss.local * loss.tokens
-            sums[1] += loss.tokens
+        self.micro_batches(sums)
         lr = self.rate(self.optimizer.steps_applied)  # a skipped step moves no schedule
         result = self.optimizer.step(max_norm=config.max_norm or None, lr=lr)
         asked = self.asked.signal
@@ -418,15 +439,20 @@ class _Run:
         tokens = int(sums[1])
         self.step += 1
         self.tokens_seen += tokens
-        self.loss_last = float(sums[0] / sums[1])
-        self.grad_norm_last = result.grad_norm
-        if self.loss_first is None:
-            self.loss_first = self.loss_last
-        self.meter.add(seconds, tokens)
+        loss = float(sums[0] / sums[1]) if tokens else math.nan  # every rank's batch failed
+        self.steps_skipped = self.optimizer.steps_skipped
+        for rank, why in result.skipped:
+            self.note(f"step {self.step} skipped: rank {rank}: {why}")
+        if not result.skipped:
+            self.loss_last = loss
+            self.grad_norm_last = result.grad_norm
+            if self.loss_first is None:
+                self.loss_first = loss
+            self.meter.add(seconds, tokens)
         report = StepReport(
             step=self.step,
             steps=config.steps,
-            loss=self.loss_last,
+            loss=loss,
             grad_norm=result.grad_norm,
             lr=lr,
             applied=result.applied,
