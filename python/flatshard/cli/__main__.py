@@ -13,6 +13,7 @@ from ..errors import ConfigError, FlatshardError
 __all__ = ["main"]
 
 COMMANDS = {
+    "demo": "plan, train, kill, resume and damage a run, in under a minute",
     "train": "train a Llama-family model on text or tokens",
     "sample": "let a trained model write",
     "plan": "the memory of a run, before anything is allocated",
@@ -23,7 +24,6 @@ COMMANDS = {
 }
 # Commands that people look for and that are not there yet: refused by name.
 LATER = {
-    "demo": "train, kill, resume and damage in one minute",
     "config": "check or write FSDP, DeepSpeed and Accelerate configurations",
     "convert": "read the checkpoints of other systems",
     "bench": "measure this machine; meanwhile python -m benchmarks does in a clone",
