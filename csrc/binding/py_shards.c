@@ -355,6 +355,32 @@ shards_round_end(PyObject *self, PyObject *args)
     return none_or_raise(object, status);
 }
 
+/* freeze(flags): a byte for each parameter. */
+static PyObject *
+shards_freeze(PyObject *self, PyObject *args)
+{
+    Py_buffer flags;
+    py_shards *object;
+    if (!PyArg_ParseTuple(args, "y*:freeze", &flags)) {
+        return NULL;
+    }
+    if ((object = enter(self)) == NULL) {
+        PyBuffer_Release(&flags);
+        return NULL;
+    }
+    int params_n = fs_shards_layout(object->shards)->params_n;
+    if (flags.len != params_n) {
+        PyErr_Format(PyExc_ValueError, "%zd flags for %d parameters", flags.len, params_n);
+        object->busy = false;
+        PyBuffer_Release(&flags);
+        return NULL;
+    }
+    fs_status status;
+    SHARDS_CALL(object, status, fs_shards_freeze(object->shards, flags.buf));
+    PyBuffer_Release(&flags);
+    return none_or_raise(object, status);
+}
+
 static PyObject *
 shards_grad_drop(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
@@ -647,6 +673,8 @@ static PyMethodDef shards_methods[] = {
      "round_end($self, count, keep_local, /)\n--\n\nEnds a micro-batch; count -1: none given."},
     {"grad_drop", shards_grad_drop, METH_NOARGS,
      "grad_drop($self, /)\n--\n\nForgets this step's gradients. Collective."},
+    {"freeze", shards_freeze, METH_VARARGS,
+     "freeze($self, flags, /)\n--\n\nA byte for each parameter: is it frozen for now? Collective."},
     {"open_moments", shards_open_moments, METH_VARARGS,
      "open_moments($self, n, /)\n--\n\nAllocates n moments of each kept element. Collective."},
     {"set_loss_scale", shards_set_loss_scale, METH_VARARGS,

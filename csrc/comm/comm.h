@@ -179,7 +179,7 @@ typedef enum fs_op {
     FS_OP_BARRIER = 1, FS_OP_ALL_GATHER, FS_OP_REDUCE_SCATTER, FS_OP_ALL_REDUCE, FS_OP_BROADCAST,
     FS_OP_ALL_TO_ALL, FS_OP_SPLIT, FS_OP_REGION, FS_OP_OPEN, FS_OP_SETTLE, FS_OP_AGREE,
     FS_OP_UPDATE, FS_OP_PUBLISH, FS_OP_STORE, FS_OP_SAVE, FS_OP_LOAD, FS_OP_HASH, FS_OP_LOSS,
-    FS_OP_CLOSE,
+    FS_OP_FREEZE, FS_OP_CLOSE,
     FS_OP_SKIP /* a rank whose batch failed: goes with whatever FS_OP_LOSS or FS_OP_SETTLE the
                 * others are at, without a say in what is compared */
 } fs_op;

@@ -42,6 +42,7 @@ fs_op_name(fs_op op)
         [FS_OP_SAVE] = "save",           [FS_OP_LOAD] = "load",
         [FS_OP_HASH] = "hash",           [FS_OP_LOSS] = "loss",
         [FS_OP_CLOSE] = "close",         [FS_OP_SKIP] = "skip of the step",
+        [FS_OP_FREEZE] = "freezing of parameters",
     };
     size_t i = (size_t)op;
     return i < sizeof names / sizeof names[0] && names[i] != NULL ? names[i] : "nothing yet";

@@ -310,7 +310,7 @@ head_gathered(fs_llama *llama, fs_head_call *call, const fs_unit_weights *weight
     norm.rstd = at->rstd_last;
     llama->exec->device->model.norm(llama->exec, &norm);
     call->normed_grad =
-        call->sink != NULL && (call->input_grad || llama->layout->params[norm_param].trainable);
+        call->sink != NULL && (call->input_grad || fs_shards_trains(llama->shards, norm_param));
     FS_TRY(head_slices(llama, call, head));
     if (!call->normed_grad) {
         return FS_OK;

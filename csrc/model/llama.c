@@ -178,11 +178,12 @@ check_call(const fs_llama *llama, const int32_t *tokens, const int32_t *targets,
 
 /* The first unit with something to train: backward need not go below it. */
 static int
-first_trainable_unit(const fs_layout *layout)
+first_trainable_unit(const fs_llama *llama)
 {
+    const fs_layout *layout = llama->layout;
     int first = layout->units_n;
     for (int p = 0; p < layout->params_n; p++) {
-        if (layout->params[p].trainable && layout->params[p].unit < first) {
+        if (fs_shards_trains(llama->shards, p) && layout->params[p].unit < first) {
             first = layout->params[p].unit;
         }
     }
@@ -213,7 +214,7 @@ static fs_status
 backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, bool keep_local,
          fs_loss *out)
 {
-    int first = first_trainable_unit(llama->layout);
+    int first = first_trainable_unit(llama);
     int head_unit = fs_llama_head_unit(&llama->config);
     bool tied = llama->config.tie_word_embeddings;
     fs_sink head, embed = {0};

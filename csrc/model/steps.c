@@ -122,7 +122,7 @@ fs_weight_grads(fs_llama *llama, const fs_sink *sink, const fs_weight_grad *grad
     }
     fs_multiply(llama, gemms, taken);
     for (size_t i = 0; i < n && !staged; i++) {
-        if (llama->layout->params[grads[i].param].trainable) {
+        if (fs_shards_trains(llama->shards, grads[i].param)) {
             FS_TRY(fs_sink_end(llama, sink, grads[i].param));
         }
     }
@@ -179,7 +179,7 @@ fs_sink_begin(fs_llama *llama, const fs_sink *sink, int param, float **out, bool
 {
     *out = NULL;
     *out_add = false;
-    if (!llama->layout->params[param].trainable) {
+    if (!fs_shards_trains(llama->shards, param)) {
         return false;
     }
     if (sink->slot == NULL) {

@@ -157,7 +157,7 @@ fs_grad_put(fs_shards *shards, int param, const void *src, fs_dtype src_dtype)
     const fs_unit_layout *layout = &shards->layout->units[p->unit];
     fs_unit *unit = &shards->units[p->unit];
     FS_TRY(check_open(shards, p->unit));
-    if (!p->trainable) {
+    if (!fs_shards_trains(shards, param)) {
         return FS_FAIL(FS_EINVAL, "rank %d: %s is frozen and got a gradient", shards->rank,
                        p->name);
     }

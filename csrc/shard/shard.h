@@ -271,6 +271,16 @@ fs_round_end(fs_shards *shards, int64_t count, bool keep_local);
 FS_NODISCARD fs_status
 fs_grad_drop(fs_shards *shards);
 
+/* From now on exactly the trainable parameters with frozen[param] set (params_n bytes, equal on all
+ * ranks, else a mismatch) have no gradients, and so keep weight, master, moments and step count.
+ * Collective; FS_ESTATE on all ranks, and nothing changes, while one has gradients of a step that
+ * was not taken. Allocates nothing: slots and state stay, for thawing. */
+FS_NODISCARD fs_status
+fs_shards_freeze(fs_shards *shards, const unsigned char *frozen);
+
+/* May the parameter have a gradient now? Not where it is frozen, from the start or for now. */
+bool fs_shards_trains(const fs_shards *shards, int param);
+
 // ---- step ---------------------------------------------------------------------------------------
 
 /* The factor by which losses, and so gradients, are multiplied in backward: undone inside the step,

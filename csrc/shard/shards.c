@@ -75,6 +75,7 @@ open_lists(fs_shards *shards)
     FS_TRY(fs_place_slots(layout, &shards->policy, shards->slot_at, &slots_nbytes));
     FS_TRY(fs_calloc((size_t)shards->size, sizeof *shards->fins, &shards->fins));
     FS_TRY(fs_calloc((size_t)shards->size, sizeof *shards->sources, &shards->sources));
+    FS_TRY(fs_calloc((size_t)layout->params_n, 1, &shards->frozen));
     FS_TRY(fs_calloc((size_t)layout->params_n, 1, &shards->had));
     FS_TRY(fs_calloc((size_t)layout->params_n, sizeof *shards->hyper, &shards->hyper));
     FS_TRY(fs_calloc(layout->segs_n, sizeof *shards->sumsq, &shards->sumsq));
@@ -254,6 +255,7 @@ fs_shards_close(fs_shards *shards)
     fs_free(shards->sources);
     fs_free(shards->records);
     fs_free(shards->fins);
+    fs_free(shards->frozen);
     fs_free(shards->had);
     fs_free(shards->hyper);
     fs_free(shards->sumsq);

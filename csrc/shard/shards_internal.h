@@ -84,6 +84,7 @@ struct fs_shards {
     fs_payload *records; /* [size]: what the ranks said at the last fence */
     int64_t count;    /* of this step's micro-batches here */
     bool has_count, has_plain; /* a count was given; a round without one was ended */
+    unsigned char *frozen; /* [params_n] trainable, and frozen for now: see freeze.c */
     unsigned char *had; /* [params_n] a rank had a gradient in this step */
     double *sumsq;      /* [segs_n] of what was last written to acc; own cut only */
     double *absmax;     /* [segs_n] likewise: its largest magnitude */

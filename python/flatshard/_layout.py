@@ -18,6 +18,7 @@ __all__ = [
     "check_groups",
     "core_definition",
     "default_unit",
+    "matching",
     "numpy_dtype",
     "take_groups",
 ]
@@ -124,13 +125,27 @@ def take_groups(groups: Mapping[str, Mapping[str, Any]] | None) -> tuple[Group, 
     return tuple(taken)
 
 
+def matching(what: str, patterns: Iterable[str], parameters: Sequence[Parameter]) -> set[int]:
+    """Indices of the parameters of which a name matches one of the patterns. A pattern that none
+    matches is refused: it is a typing error. ``what`` says whose pattern it is."""
+    found: set[int] = set()
+    for pattern in patterns:
+        matched = {
+            i
+            for i, parameter in enumerate(parameters)
+            if any(fnmatch.fnmatchcase(name, pattern) for name in parameter.names)
+        }
+        if not matched:
+            names = [name for p in parameters for name in p.names]
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+            hint = f"; the nearest name is {near[0]}" if near else ""
+            raise ValueError(f"{what}: no parameter matches {pattern!r}{hint}")
+        found |= matched
+    return found
+
+
 def check_groups(groups: Sequence[Group], parameters: Sequence[Parameter]) -> None:
     """Refuse a pattern that no parameter matches: it is a typing error, and would train with other
     hyperparameters than were asked for."""
-    names = [name for p in parameters for name in p.names]
     for group in groups:
-        for pattern in group.match:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-                hint = f"; the nearest name is {near[0]}" if near else ""
-                raise ValueError(f"groups[{group.name!r}]: no parameter matches {pattern!r}{hint}")
+        matching(f"groups[{group.name!r}]", group.match, parameters)

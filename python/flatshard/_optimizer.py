@@ -338,6 +338,7 @@ class Optimizer:
                 }
                 for g in self.groups
             ],
+            "frozen": [self._shards.parameters[p].name for p in sorted(self._shards._frozen)],
             "steps": {
                 p.name: int(n)
                 for p, n in zip(self._shards.parameters, self._steps, strict=True)
@@ -346,7 +347,8 @@ class Optimizer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state` gave.
+        """Take over what :meth:`state` gave, what was frozen included. Collective where that
+        differs from what is frozen now.
 
         Parameters
         ----------
@@ -376,6 +378,14 @@ class Optimizer:
         numbers = {name: i for i, g in enumerate(saved) for name in g.params}
         if set(numbers) != trainable:
             raise ValueError("the saved groups do not cover the trainable parameters")
+        shards = self._shards
+        frozen = frozenset(shards.index(name) for name in state.get("frozen", ()))
+        if frozen != shards._frozen:
+            if shards.world.is_main:
+                _log.warning(
+                    "the optimizer's state says what is frozen: %s", sorted(state["frozen"])
+                )
+            shards.set_frozen(frozen)
         self.groups = saved
         for p, parameter in enumerate(self._shards.parameters):
             self._group_of[p] = numbers.get(parameter.name, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from . import _core
 from ._arrays import Array
 from ._kinds import GRAD, KINDS, MASTER, MOMENT1
-from ._layout import Group, Parameter, check_groups, core_definition, numpy_dtype
+from ._layout import Group, Parameter, check_groups, core_definition, matching, numpy_dtype
 from ._unit import Unit
 from .policy import Policy
 
@@ -75,6 +75,7 @@ class Shards:
         #: Every unit, in the order of the layout.
         self.units = tuple(Unit(self, u, name, members[u]) for u, (name, _, _) in enumerate(units))
         self._moments: tuple[str, ...] = ()
+        self._frozen: frozenset[int] = frozenset()  # for now: see freeze
         self._reduced: set[int] = set()
         self._count: int | None = None
 
@@ -267,6 +268,91 @@ class Shards:
             count = self._count
             self._reduced.clear()
             self._core.round_end(_NO_COUNT if count is None else count, False)
+
+    # -- freezing and thawing ---------------------------------------------------------------------
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """First names of the parameters that are frozen: when the shards were opened, or for now by
+        :meth:`freeze`."""
+        return tuple(
+            p.name for i, p in enumerate(self.parameters) if not p.trainable or i in self._frozen
+        )
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter called ``name`` may have a gradient now."""
+        index = self.index(name)
+        return self.parameters[index].trainable and index not in self._frozen
+
+    def freeze(self, patterns: str | Iterable[str]) -> None:
+        """Stop training some parameters until :meth:`thaw`. Collective, between steps.
+
+        A frozen parameter has no gradient: it is in no norm, neither updated nor decayed, and its
+        step count stands. Native models do not compute its gradient; :meth:`Unit.reduce` refuses
+        one.
+
+        Parameters
+        ----------
+        patterns : str or iterable of str
+            Shell patterns (``fnmatch``) of parameter names, either name of a tie. What is frozen
+            already stays so.
+
+        Raises
+        ------
+        ValueError
+            A pattern that no parameter matches; the nearest name is given. Nothing changed.
+        RuntimeError
+            Some rank has gradients of a step that was not taken. Raised on every rank; nothing
+            changed.
+        CollectiveMismatch
+            The ranks would freeze different parameters.
+
+        Notes
+        -----
+        Weights, masters and moments stay as they are, and keep their memory: thawing goes on from
+        them. For a parameter that is never trained, ``frozen=`` when opening costs no memory.
+        One fence; nothing is allocated. A checkpoint with the optimizer says what is frozen.
+        """
+        patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        found = matching("freeze", patterns, self.parameters)
+        self.set_frozen(self._frozen | {i for i in found if self.parameters[i].trainable})
+
+    def thaw(self, patterns: str | Iterable[str] = "*") -> None:
+        """Train parameters again that :meth:`freeze` froze, from the state they have kept.
+        Collective, between steps.
+
+        Parameters
+        ----------
+        patterns : str or iterable of str
+            As for :meth:`freeze`; all, unless given.
+
+        Raises
+        ------
+        ValueError
+            A pattern that no parameter matches, or only such as were frozen when the shards were
+            opened: these have no room for gradients and state. Nothing changed.
+        RuntimeError, CollectiveMismatch
+            As for :meth:`freeze`.
+        """
+        patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        found: set[int] = set()
+        for pattern in patterns:
+            matched = matching("thaw", [pattern], self.parameters)
+            if not any(self.parameters[i].trainable for i in matched):
+                name = self.parameters[min(matched)].name
+                raise ValueError(
+                    f"thaw: {name} was frozen when the shards were opened and has no room for "
+                    "gradients and state; open it trainable, and freeze it then"
+                )
+            found |= matched
+        self.set_frozen(self._frozen - found)
+
+    def set_frozen(self, indices: Iterable[int]) -> None:
+        """Freeze exactly the parameters with these indices. Collective, between steps; see
+        :meth:`freeze`."""
+        chosen = frozenset(indices)
+        self._core.freeze(bytes(i in chosen for i in range(len(self.parameters))))
+        self._frozen = chosen
 
     # -- memory -----------------------------------------------------------------------------------
 

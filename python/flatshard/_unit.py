@@ -163,6 +163,8 @@ class Unit:
                 raise ValueError(
                     f"gradient of {name}: shape {array.shape}, expected {parameter.shape}"
                 )
+            if not shards.trains(name):
+                raise ValueError(f"rank {shards.world.rank}: {name} is frozen and got a gradient")
             pairs.append((p, array))
         shards._begin_reduce(self._index, count)
         for p, array in pairs:

@@ -296,4 +296,7 @@ def describe(target: Any) -> str:
         lines.append(f"{phase:{width[0]}}  {buffer:{width[1]}}  {text}")
     if not math.isclose(frozen, 0):
         lines.append("frozen parameters have a compute copy alone")
+    resting = sum(shards.parameters[p].numel for p in shards._frozen)
+    if resting:
+        lines.append(f"{resting:,} more are frozen for now, and keep their buffers")
     return "\n".join(lines)

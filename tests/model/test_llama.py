@@ -384,6 +384,53 @@ def test_frozen_parameters_have_no_gradient_and_change_no_other(
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("config", "frozen"),
+    [
+        (SMALL, ["model.embed_tokens.weight", "model.layers.0.*"]),
+        (SMALL, ["*norm*", "*.q_proj.*", "lm_head.weight"]),
+        (TIED, ["lm_head.weight", "model.layers.1.*"]),
+    ],
+    ids=["bottom", "kinds", "tied"],
+)
+def test_frozen_between_steps_is_as_frozen_from_the_start(
+    config: dict[str, Any], frozen: list[str], precision: str
+) -> None:
+    """Two steps frozen, two steps thawed: the first two as in a model that was opened so."""
+
+    def run(world: fs.World, when: str) -> tuple[list[str], list[float]]:
+        opened = frozen if when == "opened" else []
+        reduce = {"fp32": "fp32", "bf16": fs.MixedPrecision(param="bfloat16", reduce="bfloat16")}
+        model = Llama.from_config(config, world=world, frozen=opened, precision=reduce[precision])
+        optimizer = fs.AdamW(model, lr=0.01, weight_decay=0.1)
+        if when == "later":
+            model.shards.freeze(frozen)
+        hashes, norms = [], []
+        for step in range(4):
+            if step == 2 and when == "later":
+                names = model.shards.frozen
+                before = {name: model.shards.full(name) for name in names}
+                model.shards.thaw(frozen)
+            for micro in range(2):
+                model.forward_backward(*batch(10 * step + 2 * micro + world.rank))
+            norms.append(optimizer.step(max_norm=0.5).grad_norm)
+            hashes.append(fs.weights_sha256(model))
+        if when == "later":
+            assert all((model.shards.full(name) != before[name]).any() for name in names)
+        world.barrier()
+        return hashes, norms
+
+    for size in (1, 2):
+        later = fs.local_world(size).run(run, "later")[0]
+        opened = fs.local_world(size).run(run, "opened")[0]
+        never = fs.local_world(size).run(run, "never")[0]
+        assert later[0][:2] == opened[0][:2]
+        assert later[1][:2] == opened[1][:2]
+        assert later[0][2] != opened[0][2]
+        assert never[0][0] != later[0][0]
+
+
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     def run(world: fs.World) -> None:
         with pytest.raises(ValueError, match=r"no parameter matches model\.layer\.0"):
