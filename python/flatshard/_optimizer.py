@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 from ._groups import ParamGroup, make_groups
 from ._result import REASONS, StepResult
 from ._scaler import Scaler
+from ._same import check_same
 from ._shards import Shards
 from .errors import NonFiniteError
 
@@ -40,6 +42,11 @@ class Optimizer:
         Shell patterns (``fnmatch``) of parameter names whose weight decay is 0.
     max_skips : int
         Skipped steps in a row that raise NonFiniteError.
+
+    Raises
+    ------
+    CollectiveMismatch
+        Ranks differ in the rule or in a hyperparameter; on all ranks, and the world stays usable.
     """
 
     _rule: ClassVar[int]
@@ -61,6 +68,16 @@ class Optimizer:
         #: Hyperparameters by group; change fields between steps.
         self.groups, self._group_of = make_groups(
             self._shards, options, tuple(no_decay), type(self).__name__
+        )
+        check_same(
+            self._shards.world,
+            f"optimizer {type(self).__name__}",
+            {
+                "rule": self._rule_name,
+                "moments": list(moments),
+                "max_skips": max_skips,
+                "groups": {group.name: dataclasses.asdict(group) for group in self.groups},
+            },
         )
         self._shards._core.open_moments(len(moments))
         self._shards._moments = tuple(moments)

@@ -12,6 +12,7 @@ from . import _core
 from ._arrays import Array
 from ._kinds import GRAD, KINDS, MASTER, MOMENT1
 from ._layout import Group, Parameter, check_groups, core_definition, matching, numpy_dtype
+from ._same import check_same, describe_model
 from ._unit import Unit
 from .policy import Policy
 
@@ -42,10 +43,18 @@ class Shards:
         What :func:`flatshard.policy.resolve` decided.
     groups : sequence of Group
         Named groups, for the optimizer.
+    dtypes : sequence of str
+        Of the arrays that the values come from, one for each parameter; empty: not known.
+
+    Raises
+    ------
+    CollectiveMismatch
+        Ranks differ in a parameter, sharding, precision or group; it says which rank, in what. On
+        all ranks, before anything is allocated; the world stays usable.
 
     Notes
     -----
-    Opening is collective: layouts and policies are compared before anything is allocated.
+    Opening is collective.
     """
 
     def __init__(
@@ -56,8 +65,11 @@ class Shards:
         units: Sequence[tuple[str, int, int]],
         policy: Policy,
         groups: Sequence[Group] = (),
+        dtypes: Sequence[str] = (),
     ) -> None:
         check_groups(groups, parameters)
+        description = describe_model(parameters, units, policy, groups, dtypes)
+        check_same(world, "model", description)
         #: The world that the shards live in.
         self.world = world
         #: Every parameter, in the order of the layout.

@@ -83,7 +83,8 @@ def shard(
     TypeError, ValueError
         A value that is no float array, an unknown name in ``frozen``.
     CollectiveMismatch
-        Ranks passed different names, shapes, or policies.
+        Ranks passed different names, shapes, dtypes, orders, shardings, precisions or groups; the
+        text says which rank differs in what. On all ranks; the world stays usable.
 
     Notes
     -----
@@ -102,7 +103,14 @@ def shard(
     dtypes = {a.dtype.name for a in arrays.values()}
     produced = "bfloat16" if dtypes == {"bfloat16"} else "float32"
     policy = resolve(world.size, sharding=sharding, precision=precision, produced=produced)
-    shards = Shards(world, parameters=parameters, units=units, policy=policy, groups=taken)
+    shards = Shards(
+        world,
+        parameters=parameters,
+        units=units,
+        policy=policy,
+        groups=taken,
+        dtypes=[values[p.name].dtype.name for p in parameters],
+    )
     try:
         equal = _agree_on_values(world, values)
         if not equal and world.is_main:
