@@ -136,9 +136,10 @@ static PyType_Spec export_spec = {
     .slots = export_slots,
 };
 
-/* A read-only array of one parameter of a gathered unit. */
+/* An array of one parameter of a gathered unit; read-only unless asked. */
 static PyObject *
-export_param(py_shards *object, const fs_param *param, const unsigned char *unit_weights)
+export_param(py_shards *object, const fs_param *param, const unsigned char *unit_weights,
+             bool writeable)
 {
     fs_dtype dtype = fs_shards_policy(object->shards)->precision.param;
     py_export *base = PyObject_New(py_export, export_type);
@@ -154,17 +155,19 @@ export_param(py_shards *object, const fs_param *param, const unsigned char *unit
     }
     object->exports[param->unit]++;
     size_t at = param->offset_n * fs_dtype_nbytes(dtype);
-    /* The array is made read-only: a write here would be seen by every rank. */
+    /* Writeable is for front ends whose tensors know no read-only memory and that watch for writes
+     * themselves: every rank would see one. */
     return fs_array_view(dtype, param->dims_n, param->dims, (void *)(uintptr_t)(unit_weights + at),
-                         false, (PyObject *)base);
+                         writeable, (PyObject *)base);
 }
 
 static PyObject *
 shards_gather(PyObject *self, PyObject *args)
 {
-    int unit;
+    int unit, writeable = 0;
     py_shards *object;
-    if (!PyArg_ParseTuple(args, "i:gather", &unit) || (object = enter(self)) == NULL) {
+    if (!PyArg_ParseTuple(args, "i|p:gather", &unit, &writeable) ||
+        (object = enter(self)) == NULL) {
         return NULL;
     }
     if (check_unit(object, unit) < 0) {
@@ -181,7 +184,7 @@ shards_gather(PyObject *self, PyObject *args)
     const fs_unit_layout *u = &layout->units[unit];
     PyObject *arrays = PyList_New(u->end - u->first);
     for (int p = u->first; arrays != NULL && p < u->end; p++) {
-        PyObject *array = export_param(object, &layout->params[p], weights);
+        PyObject *array = export_param(object, &layout->params[p], weights, writeable != 0);
         if (array == NULL) {
             Py_CLEAR(arrays);
             break;
@@ -654,7 +657,8 @@ shards_dealloc(PyObject *self)
 
 static PyMethodDef shards_methods[] = {
     {"gather", shards_gather, METH_VARARGS,
-     "gather($self, unit, /)\n--\n\nIts parameters as read-only arrays; counted."},
+     "gather($self, unit, writeable=False, /)\n--\n\nIts parameters as arrays, read-only unless "
+     "asked; counted."},
     {"release", shards_release, METH_VARARGS, "release($self, unit, /)\n--\n\nGives them back."},
     {"store_begin", shards_store_begin, METH_NOARGS,
      "store_begin($self, /)\n--\n\nOpens a batch of stores. Collective."},

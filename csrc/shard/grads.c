@@ -89,7 +89,7 @@ open_slot(fs_shards *shards, int u)
 
 /* No gradient may come once the ranks have agreed on the step. */
 static fs_status
-check_open(const fs_shards *shards, int u)
+check_not_agreed(const fs_shards *shards, int u)
 {
     FS_TRY(fs_shards_ready(shards));
     if (shards->agreed) {
@@ -97,6 +97,13 @@ check_open(const fs_shards *shards, int u)
                        "rank %d: a gradient of unit %s came between grad_norm() and step()",
                        shards->rank, shards->layout->units[u].name);
     }
+    return FS_OK;
+}
+
+static fs_status
+check_open(const fs_shards *shards, int u)
+{
+    FS_TRY(check_not_agreed(shards, u));
     if (shards->units[u].complete) {
         return FS_FAIL(FS_ESTATE, "rank %d: unit %s was already reduced in this micro-batch",
                        shards->rank, shards->layout->units[u].name);
@@ -156,7 +163,9 @@ fs_grad_put(fs_shards *shards, int param, const void *src, fs_dtype src_dtype)
     const fs_param *p = &shards->layout->params[param];
     const fs_unit_layout *layout = &shards->layout->units[p->unit];
     fs_unit *unit = &shards->units[p->unit];
-    FS_TRY(check_open(shards, p->unit));
+    /* A unit that is complete but not published yet may still be added to: a gradient that comes in
+     * two parts (recomputation inside backward) is their sum. */
+    FS_TRY(check_not_agreed(shards, p->unit));
     if (!fs_shards_trains(shards, param)) {
         return FS_FAIL(FS_EINVAL, "rank %d: %s is frozen and got a gradient", shards->rank,
                        p->name);

@@ -253,7 +253,8 @@ fs_grad_open(fs_shards *shards, int unit, void **out_slot, bool *out_add);
 void fs_grad_mark(fs_shards *shards, int unit, int param);
 
 /* For callers with arrays: copies (first) or adds (again) numel elements; out of turn they are held
- * privately until their turn or the end of the round. */
+ * privately until their turn or the end of the round. What comes after its unit was published
+ * belongs to the next round, or to one of its own at the end of the step: sums are linear. */
 FS_NODISCARD fs_status
 fs_grad_put(fs_shards *shards, int param, const void *src, fs_dtype src_dtype);
 

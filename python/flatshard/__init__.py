@@ -77,7 +77,12 @@ __all__ = [
     "weights_sha256",
 ]
 
-_LAZY = {"checkpoint": ".checkpoint", "data": ".models.data", "models": ".models"}
+_LAZY = {
+    "checkpoint": ".checkpoint",
+    "data": ".models.data",
+    "models": ".models",
+    "torch": ".torch",
+}
 
 
 def __getattr__(name: str) -> Any:

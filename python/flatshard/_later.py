@@ -8,7 +8,6 @@ _OPTIMIZERS = "this version has SGD, Adam, AdamW, Lion and Adagrad"
 
 #: Public names to what serves meanwhile.
 LATER = {
-    "torch": "shard arrays of your own with flatshard.shard, or train flatshard.models.Llama",
     "hf": "flatshard.models.Llama reads and writes Hugging Face folders",
     "config": "say it with flatshard.Sharding and a preset of precision",
     "LAMB": _OPTIMIZERS,

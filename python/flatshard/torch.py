@@ -1,7 +1,0 @@
-"""PyTorch modules: not there yet. Importing this says so."""
-
-from ._later import sentence
-
-__all__: list[str] = []
-
-raise ImportError(sentence("torch"))

@@ -1,0 +1,54 @@
+"""Tensors as arrays and back, without a copy; dtypes by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .._layout import numpy_dtype
+
+__all__ = ["as_array", "as_tensor", "dtype_name", "torch_dtype"]
+
+_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 -> "float32"; TypeError for what flatshard does not compute in."""
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise TypeError(f"{dtype}: expected float32, bfloat16 or float16") from None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """ "float32" -> torch.float32."""
+    for dtype, known in _NAMES.items():
+        if known == name:
+            return dtype
+    raise TypeError(f"dtype {name!r}: expected float32, bfloat16 or float16")
+
+
+def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The memory of a dense CPU tensor as a C-contiguous array; copied only if it is strided."""
+    tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.dtype is torch.bfloat16:
+        array: npt.NDArray[Any] = tensor.view(torch.int16).numpy()
+        return array.view(numpy_dtype("bfloat16"))
+    array = tensor.numpy()
+    return array
+
+
+def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    """A tensor with a storage of its own over a writeable array's memory, which it keeps alive."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

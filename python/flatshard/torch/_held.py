@@ -1,0 +1,74 @@
+"""How the weights of a sharded module are held between and during forward and backward.
+
+One abstract class, one class for each way. ``_views.Views`` is for ranks of one host: every
+Parameter is always whole, over memory that all ranks map. A class for ``gather="copy"`` plugs in
+here: it subclasses `Held`, gathers units in forward and backward hooks (``attach`` installs them,
+``detach`` removes them), leaves Parameters without readable memory outside of them, and is chosen
+in `hold`. Nothing else in this package asks how weights are held.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ._module import Sharded
+
+__all__ = ["Held", "hold"]
+
+
+class Held(abc.ABC):
+    """What the rest of the package may ask of the weights.
+
+    Parameters
+    ----------
+    sharded : Sharded
+        The module; its shards are open and hold the values.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        self.sharded = sharded
+
+    @abc.abstractmethod
+    def attach(self) -> None:
+        """Give every Parameter its memory and install what forward and backward need. Called once,
+        after the values are stored and before hooks for gradients are installed."""
+
+    @abc.abstractmethod
+    def detach(self) -> None:
+        """Undo `attach`: every Parameter an ordinary private tensor with the current values."""
+
+    @abc.abstractmethod
+    def check(self, where: str) -> None:
+        """Raise RuntimeError, naming the Parameter and the cure, if somebody else than this package
+        wrote or replaced a Parameter since the last `refresh`. Local. ``where`` says what was about
+        to happen."""
+
+    @abc.abstractmethod
+    def refresh(self) -> None:
+        """The weights have moved (a step, a load): make the Parameters show it, tell autograd, and
+        take their present state as the right one. Never waits in view mode."""
+
+    @abc.abstractmethod
+    def changed(self, index: int) -> bool:
+        """Did somebody write Parameter ``index`` since the last `refresh`? (A load does, and its
+        hook asks.)"""
+
+    @abc.abstractmethod
+    def whole(self, index: int) -> torch.Tensor:
+        """Parameter ``index``'s weight, whole, to read. A collective only in copy mode."""
+
+
+def hold(sharded: Sharded) -> Held:
+    """The class for the policy that the module was sharded with."""
+    if sharded.shards.policy.sharding.gather == "view":
+        from ._views import Views
+
+        return Views(sharded)
+    raise NotImplementedError(
+        'Sharding(gather="copy") is not there yet for PyTorch modules: all ranks of one host can '
+        'use gather="view", which needs less memory'
+    )

@@ -1,0 +1,290 @@
+"""fully_shard: an ordinary module becomes a sharded one, and stays the same object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._kinds import WEIGHT
+from ..job import init
+from ..policy import Sharding, resolve
+from ..shard import Shards, _agree_on_values
+from ..world import World
+from . import _registry
+from ._arrays import as_array
+from ._grads import Gradients
+from ._guards import check_worlds, install, refuse_torch_optimizers
+from ._held import hold
+from ._policies import read_precision, read_sharding
+from ._units import Units, find_plan
+
+__all__ = ["Sharded", "fully_shard", "is_sharded", "shards"]
+
+_log = logging.getLogger("flatshard")
+
+
+class Sharded:
+    """A sharded module: what the functions of this package find by module or Parameter.
+
+    Anything that takes shards (`flatshard.checkpoint`, `flatshard.weights_sha256`) takes it too.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, world: World, asked: tuple[Any, ...], units: Units,
+        sharding: Sharding, mp_policy: Any, ignored: set[int],
+    ) -> None:  # fmt: skip
+        self.module = module
+        self.world = world
+        self.asked = asked
+        plan = find_plan(module, units, ignored)
+        if not plan.members:
+            raise ValueError(f"this {type(module).__name__} has no Parameter to shard")
+        check_members(plan.members)
+        self.members = plan.members
+        self.unit_modules = plan.modules
+        dtypes = list(dict.fromkeys(m.parameter.dtype for m in plan.members))
+        precision, self.casts, self.precision_from = read_precision(mp_policy, dtypes)
+        policy = resolve(
+            world.size, sharding=sharding, precision=precision, produced=precision.param
+        )
+        self.shards = Shards(
+            world, parameters=plan.parameters(), units=plan.places(), policy=policy
+        )
+        try:
+            self._store_values()
+            self._share_buffers()
+            self.held = hold(self)
+        except BaseException:
+            self.shards.close()
+            raise
+        #: The optimizer of this package that moves these weights, once it is bound.
+        self.optimizer: Any = None
+        self.held.attach()
+        self.grads = Gradients(self)
+        self._handles = install(self)
+        _registry.remember(self)
+
+    def _store_values(self) -> None:
+        """Everybody takes rank 0's values."""
+        values = {m.name: as_array(m.parameter) for m in self.members}
+        equal = _agree_on_values(self.world, values)
+        if not equal and self.world.is_main:
+            _log.warning("ranks built the module with different values; all take those of rank 0")
+        with self.shards.storing() as store:
+            for index, member in enumerate(self.members):
+                value = values[member.name]
+                if not equal:
+                    value = self.world.broadcast(np.array(value, order="C"), root=0)
+                store(index, WEIGHT, value)
+
+    def _share_buffers(self) -> None:
+        """Buffers stay private; they begin as rank 0's."""
+        buffers = {name: b for name, b in self.module.named_buffers() if b.device.type != "meta"}
+        raw = {n: b.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+               for n, b in buffers.items() if b.numel()}  # fmt: skip
+        if not raw or _agree_on_values(self.world, raw):
+            return
+        for name, array in raw.items():
+            got = self.world.broadcast(np.array(array), root=0)
+            buffer = buffers[name]
+            with torch.no_grad():
+                buffer.copy_(torch.from_numpy(got).view(buffer.dtype).reshape(buffer.shape))
+
+    def find_optimizer(self) -> Any:
+        """The `Binding` that moves these weights, bound now if it was made before. Collective then.
+
+        Raises
+        ------
+        RuntimeError
+            There is none yet.
+        """
+        if self.optimizer is None:
+            ids = {id(m.parameter) for m in self.members}
+            for optimizer in list(_registry.optimizers):
+                binding = optimizer._flatshard
+                if binding.sharded is None and ids & {id(p) for p in binding.parameters()}:
+                    binding.bind("the first step")
+                    break
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"no optimizer of flatshard.torch holds the Parameters of this "
+                f"{type(self.module).__name__}: make one first, e.g. "
+                "flatshard.torch.AdamW(module.parameters(), lr=...)"
+            )
+        return self.optimizer
+
+    def before_step(self, where: str) -> None:
+        """What a step, and a clip, must find in order."""
+        self.grads.settle_drops()
+        self.held.check(f"before {where}()")
+
+    def after_step(self) -> None:
+        """The weights have moved and the gradients are used."""
+        self.grads.forget()
+        self.held.refresh()
+
+    def close(self) -> None:
+        """Ends the sharding; Parameters become private tensors. Local."""
+        _registry.forget(self)
+        for handle in self._handles:
+            handle.remove()
+        self.grads.close()
+        self.held.detach()
+        self.shards.close()
+
+
+def check_members(members: Iterable[Any]) -> None:
+    """Refuses what cannot be sharded, before anything is allocated."""
+    seen: dict[int, str] = {}
+    for member in members:
+        p = member.parameter
+        entry = _registry.entry_of(p)
+        if entry is not None:
+            raise ValueError(
+                f"Parameter {member.name} is sharded already, by fully_shard() on a "
+                f"{type(entry.sharded.module).__name__}: call it once, on the whole module, and "
+                "name the submodules that are gathered together with units=[...]"
+            )
+        if p.device.type == "meta":
+            raise ValueError(
+                f"Parameter {member.name} is on the meta device, without values: give the module "
+                "memory and values first (module.to_empty(device='cpu') and its initialisation)"
+            )
+        if p.device.type != "cpu":
+            raise NotImplementedError(
+                f"Parameter {member.name} is on {p.device}: this version shards modules on the CPU"
+            )
+        if not p.is_floating_point():
+            raise TypeError(
+                f"Parameter {member.name} is of {p.dtype}: pass what is not float32, bfloat16 or "
+                "float16 in ignored_params="
+            )
+        if p.layout is not torch.strided:
+            raise TypeError(f"Parameter {member.name} is {p.layout}: expected a dense one")
+        if p.numel():
+            owner = seen.setdefault(p.untyped_storage().data_ptr(), member.name)
+            if owner != member.name:
+                raise ValueError(
+                    f"Parameters {owner} and {member.name} share memory but are two objects: "
+                    "sharding would part them. Tie them by assigning one Parameter to both"
+                )
+
+
+def fully_shard(
+    module: torch.nn.Module,
+    *,
+    world: World | None = None,
+    units: Units = "auto",
+    sharding: Sharding | int | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Iterable[torch.nn.Parameter] | None = None,
+) -> torch.nn.Module:
+    """Shard a module's Parameters, gradients and optimizer state over the ranks. Collective.
+
+    The module and its Parameters stay the same objects, ties included, so an optimizer may be
+    built before or after. Call it once, on the whole module.
+
+    Parameters
+    ----------
+    module : Module
+        On the CPU, with values. Every rank takes rank 0's.
+    world : World, optional
+        The ranks; by default those of the launcher (``flatshard.init()``).
+    units : "auto", class name, class, callable, or a list of names, classes and submodules
+        What is gathered and reduced together. "auto": the blocks that a Hugging Face model says
+        must not be split, else the children of its lists and sequences. A callable is asked for
+        each submodule. What lies in no such submodule forms units of its own.
+    sharding : Sharding or int, optional
+        What each rank keeps; a number is a stage. By default stage 3.
+    reshard_after_forward : bool, optional
+        As in ``Sharding``; with "view" nothing is gathered, and it changes nothing.
+    mp_policy : str, MixedPrecision, or torch's MixedPrecisionPolicy, optional
+        Element types. By default the module's own dtype; a bfloat16 or float16 module gets fp32
+        masters.
+    offload_policy : Offload, or torch's CPUOffloadPolicy, optional
+        On the CPU "device" and "cpu" are one home.
+    ignored_params : iterable of Parameter, optional
+        Left as they are, private to each rank and not kept in step.
+
+    Returns
+    -------
+    Module
+        The module itself.
+
+    Raises
+    ------
+    ValueError
+        It is sharded already, with other arguments; or has Parameters that share memory without
+        being one object.
+    ConfigError
+        A name in ``units`` that is not there, an unknown policy, or processes that do not know of
+        each other.
+    CollectiveMismatch
+        Ranks built different modules.
+
+    Notes
+    -----
+    Parameters lie in memory that all ranks of the host share. Reading them is free at any time, on
+    any rank; write them through ``full_params(module, write=True)`` alone. After ``step()`` a
+    Parameter's ``grad`` is None. Memory: ``flatshard.torch.plan``.
+    """
+    asked = (_key(units), sharding, reshard_after_forward, mp_policy, offload_policy)
+    present = _registry.find_module(module)
+    if present is not None:
+        if present.asked == asked and (world is None or world is present.world):
+            return module
+        raise ValueError(
+            f"this {type(module).__name__} is sharded already, with other arguments: call "
+            "fully_shard() once, or flatshard.torch.unshard(module) in between"
+        )
+    chosen = read_sharding(sharding, reshard_after_forward, offload_policy)
+    ignored = {id(p) for p in ignored_params or ()}
+    world = world if world is not None else init()
+    check_worlds(world)
+    refuse_torch_optimizers()
+    Sharded(module, world, asked, units, chosen, mp_policy, ignored)
+    return module
+
+
+def _key(units: Units) -> Any:
+    if isinstance(units, (str, type)) or callable(units):
+        return units
+    return tuple(id(u) if isinstance(u, torch.nn.Module) else u for u in units)
+
+
+def is_sharded(target: torch.nn.Module | torch.Tensor) -> bool:
+    """Whether a module, or a Parameter, is sharded.
+
+    Parameters
+    ----------
+    target : Module or Parameter
+        A module is, if `fully_shard` was called on it or one of its Parameters is sharded.
+    """
+    if isinstance(target, torch.nn.Module):
+        if _registry.find_module(target) is not None:
+            return True
+        return any(_registry.entry_of(p) is not None for p in target.parameters())
+    return _registry.entry_of(target) is not None
+
+
+def shards(module: torch.nn.Module) -> Shards:
+    """The shards behind a sharded module: what `flatshard.weights_sha256`, `flatshard.describe` and
+    the checkpoints of `flatshard` take.
+
+    Parameters
+    ----------
+    module : Module
+        A sharded one.
+
+    Raises
+    ------
+    ValueError
+        It is not sharded.
+    """
+    return _registry.sharded_of(module, "shards").shards
