@@ -246,7 +246,7 @@ def test_files_hold_one_topic() -> None:
 # ---- Python -------------------------------------------------------------------------------------
 
 REQUIRED = {"numpy", "ml_dtypes", "safetensors", "scipy_openblas32", "tqdm"}
-OPTIONAL = {"tokenizers", "matplotlib"}  # imported where they are used, never at import
+OPTIONAL = {"tokenizers", "matplotlib", "yaml"}  # imported where they are used, never at import
 FRONT_ENDS = {"torch", "transformers", "accelerate"}  # in torch/ and hf/ alone
 AT_IMPORT = {"numpy", "ml_dtypes"}
 

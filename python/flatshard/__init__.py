@@ -31,7 +31,7 @@ from .shard import Parameter, Shards, Unit, shard, state_sha256, weights_sha256
 from .world import World
 
 if TYPE_CHECKING:
-    from . import checkpoint, models
+    from . import checkpoint, config, models
     from .models import data
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "WorldError",
     "__version__",
     "checkpoint",
+    "config",
     "data",
     "describe",
     "init",
@@ -79,6 +80,7 @@ __all__ = [
 
 _LAZY = {
     "checkpoint": ".checkpoint",
+    "config": ".config",
     "data": ".models.data",
     "models": ".models",
     "torch": ".torch",

@@ -9,7 +9,6 @@ _OPTIMIZERS = "this version has SGD, Adam, AdamW, Lion and Adagrad"
 #: Public names to what serves meanwhile.
 LATER = {
     "hf": "flatshard.models.Llama reads and writes Hugging Face folders",
-    "config": "say it with flatshard.Sharding and a preset of precision",
     "LAMB": _OPTIMIZERS,
     "Muon": _OPTIMIZERS,
 }

@@ -17,6 +17,7 @@ from ._unit import Unit
 from .policy import Policy
 
 if TYPE_CHECKING:
+    from .config import Settings
     from .world import World
 
 __all__ = ["Shards"]
@@ -78,6 +79,8 @@ class Shards:
         self.policy = policy
         #: Named groups.
         self.groups = tuple(groups)
+        #: What a configuration asked for, if ``Settings.attach`` was called; shown by describe.
+        self.settings: Settings | None = None
         self._definition = core_definition(self.parameters, units)
         self._core = _core.Shards(world._core, *self._definition, policy.core())
         self._index = {name: i for i, p in enumerate(self.parameters) for name in p.names}

@@ -277,7 +277,8 @@ def describe(target: Any) -> str:
     Returns
     -------
     str
-        A table, one buffer a line. Nothing is cast that is not in it.
+        A table, one buffer a line. Nothing is cast that is not in it. Where settings were attached,
+        what became of each key of the configuration follows.
     """
     shards = cast(Shards, target.shards)
     policy = shards.policy
@@ -299,4 +300,8 @@ def describe(target: Any) -> str:
     resting = sum(shards.parameters[p].numel for p in shards._frozen)
     if resting:
         lines.append(f"{resting:,} more are frozen for now, and keep their buffers")
+    if s.offload is not None:
+        lines.append('offload: every home above is on the CPU, where "device" and "cpu" are one')
+    if shards.settings is not None:
+        lines += ["", shards.settings.table()]
     return "\n".join(lines)
