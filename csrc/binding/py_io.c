@@ -4,7 +4,7 @@
 
 #include "../base/arena.h"
 #include "../base/checked.h"
-#include "../io/crc32c.h"
+#include "../base/crc32c.h"
 #include "../io/safetensors.h"
 
 // ---- checksums ----------------------------------------------------------------------------------

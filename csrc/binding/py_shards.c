@@ -574,6 +574,57 @@ shards_range(PyObject *self, PyObject *args)
     return Py_BuildValue("(nn)", (Py_ssize_t)begin, (Py_ssize_t)end);
 }
 
+/* Fills an int64 array of FS_COPY_COUNT x segments. */
+static PyObject *
+shards_checksums(PyObject *self, PyObject *array)
+{
+    fs_buffer buffer;
+    py_shards *object = enter(self);
+    if (object == NULL) {
+        return NULL;
+    }
+    if (fs_buffer_take_dtype(array, "array", true, FS_I64, &buffer) < 0) {
+        object->busy = false;
+        return NULL;
+    }
+    size_t segs_n = fs_shards_layout(object->shards)->segs_n;
+    if (buffer.n != segs_n * FS_COPY_COUNT) {
+        PyErr_Format(PyExc_ValueError, "array: %zu elements, expected %d x %zu", buffer.n,
+                     (int)FS_COPY_COUNT, segs_n);
+        fs_buffer_drop(&buffer);
+        object->busy = false;
+        return NULL;
+    }
+    fs_status status;
+    SHARDS_CALL(object, status, fs_shards_checksums(object->shards, buffer.data));
+    fs_buffer_drop(&buffer);
+    return none_or_raise(object, status);
+}
+
+/* [(param, cut, begin, end)] */
+static PyObject *
+shards_segments(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    py_shards *object = enter(self);
+    if (object == NULL) {
+        return NULL;
+    }
+    object->busy = false;
+    const fs_layout *layout = fs_shards_layout(object->shards);
+    PyObject *list = PyList_New((Py_ssize_t)layout->segs_n);
+    for (size_t i = 0; list != NULL && i < layout->segs_n; i++) {
+        const fs_seg *seg = &layout->segs[i];
+        PyObject *row = Py_BuildValue("(iinn)", seg->param, seg->cut, (Py_ssize_t)seg->begin,
+                                      (Py_ssize_t)seg->end);
+        if (row == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, row);
+    }
+    return list;
+}
+
 // ---- life ---------------------------------------------------------------------------------------
 
 static PyObject *
@@ -692,6 +743,11 @@ static PyMethodDef shards_methods[] = {
      "had($self, /)\n--\n\nA byte for each parameter: did it have a gradient?"},
     {"check_whole", shards_check_whole, METH_NOARGS,
      "check_whole($self, /)\n--\n\nRaises RuntimeError after a torn step."},
+    {"checksums", shards_checksums, METH_O,
+     "checksums($self, array, /)\n--\n\nOf every copy held here: [copy, segment], bit 32 where "
+     "held."},
+    {"segments", shards_segments, METH_NOARGS,
+     "segments($self, /)\n--\n\n[(param, cut, begin, end)]."},
     {"range", shards_range, METH_VARARGS,
      "range($self, param, cut, /)\n--\n\n(begin, end) of a parameter in a cut."},
     {"close", shards_close, METH_NOARGS,

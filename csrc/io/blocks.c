@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "../base/checked.h"
-#include "crc32c.h"
+#include "../base/crc32c.h"
 
 size_t
 fs_blocks_count(size_t nbytes)

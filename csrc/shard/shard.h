@@ -239,6 +239,26 @@ fs_load(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, 
 void fs_shards_range(const fs_layout *layout, int param, int cut, size_t *out_begin,
                      size_t *out_end);
 
+// ---- copies -------------------------------------------------------------------------------------
+
+/* What a rank may hold a copy of, that others hold too or that follows from something else. */
+typedef enum fs_copy {
+    FS_COPY_WEIGHT = 0,  /* the compute copy */
+    FS_COPY_ROUNDED = 1, /* what it must be: the separate master, rounded to nearest */
+    FS_COPY_MASTER = 2,  /* separate master, or remainder of a split one */
+    FS_COPY_MOMENT1 = 3, FS_COPY_MOMENT2 = 4, FS_COPY_MOMENT3 = 5,
+    FS_COPY_COUNT
+} fs_copy;
+
+/* Set in an entry of fs_shards_checksums where this rank holds that copy of that segment. */
+#define FS_COPY_HELD ((uint64_t)1 << 32)
+
+/* Crc32c of every copy that this rank holds: out[copy * segs_n + segment], FS_COPY_COUNT * segs_n
+ * entries. Of one segment all ranks that hold a copy must say the same, and weight and rounded must
+ * agree. Local, between steps; reads each byte held once. */
+FS_NODISCARD fs_status
+fs_shards_checksums(fs_shards *shards, uint64_t *out);
+
 // ---- gradients ----------------------------------------------------------------------------------
 
 /* The slot of a unit whose turn it is, for writing gradients in place: parameter p at

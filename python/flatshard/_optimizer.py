@@ -12,8 +12,8 @@ import numpy as np
 
 from ._groups import ParamGroup, make_groups
 from ._result import REASONS, StepResult
-from ._scaler import Scaler
 from ._same import check_same
+from ._scaler import Scaler
 from ._shards import Shards
 from .errors import NonFiniteError
 
@@ -42,6 +42,8 @@ class Optimizer:
         Shell patterns (``fnmatch``) of parameter names whose weight decay is 0.
     max_skips : int
         Skipped steps in a row that raise NonFiniteError.
+    check_every : int
+        Every so many applied steps, :meth:`Shards.check` before the update; 0: never.
 
     Raises
     ------
@@ -60,11 +62,15 @@ class Optimizer:
         moments: Sequence[str],
         no_decay: Iterable[str],
         max_skips: int,
+        check_every: int,
     ) -> None:
         self._shards = cast(Shards, target.shards)
         if max_skips < 1:
             raise ValueError(f"max_skips={max_skips!r}: expected at least 1")
+        if check_every < 0:
+            raise ValueError(f"check_every={check_every!r}: expected 0 or more")
         self._max_skips = max_skips
+        self._check_every = check_every
         #: Hyperparameters by group; change fields between steps.
         self.groups, self._group_of = make_groups(
             self._shards, options, tuple(no_decay), type(self).__name__
@@ -76,6 +82,7 @@ class Optimizer:
                 "rule": self._rule_name,
                 "moments": list(moments),
                 "max_skips": max_skips,
+                "check_every": check_every,
                 "groups": {group.name: dataclasses.asdict(group) for group in self.groups},
             },
         )
@@ -239,6 +246,8 @@ class Optimizer:
             No rank had a gradient. Nothing moved.
         NonFiniteError
             ``max_skips`` steps in a row were skipped. Nothing moved.
+        CollectiveMismatch
+            ``check_every``: copies that must be equal differ. Nothing moved.
         WorldError
             A rank died, left, or called something else. If that was between verdict and
             publishing, a later save refuses this model.
@@ -256,6 +265,8 @@ class Optimizer:
         if norm_type is None:
             norm_type = self._norm_type
         applied, reason, norm, clip, bad_param, bad_rank, count = self._agree(max_norm, norm_type)
+        if applied and self._check_every and (self._applied + 1) % self._check_every == 0:
+            self._shards.check()
         self._shards._core.finish(self._rule, core, self._group_of, self._steps)
         skip_reason, self._skip_reason = self._skip_reason, None
         self._max_norm, self._norm_type = None, 2.0

@@ -10,6 +10,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import Array
+from ._copies import check_copies
 from ._kinds import GRAD, KINDS, MASTER, MOMENT1
 from ._layout import Group, Parameter, check_groups, core_definition, matching, numpy_dtype
 from ._same import check_same, describe_model
@@ -283,6 +284,27 @@ class Shards:
             count = self._count
             self._reduced.clear()
             self._core.round_end(_NO_COUNT if count is None else count, False)
+
+    def check(self) -> None:
+        """Compare, over the ranks, all copies of weights and state that must be equal. Collective,
+        between steps.
+
+        Compute copies that ranks hold whole (``gather="copy"`` at stages 0 to 2), masters and
+        moments of replicated shards (stage 0, ``replicate``), and on each rank the compute copy
+        with its separate master, rounded. Of what exists once, there is nothing to compare.
+
+        Raises
+        ------
+        CollectiveMismatch
+            On every rank: names parameter, elements, and the rank whose copy differs from most of
+            the others. The world stays usable; nothing is repaired.
+
+        Notes
+        -----
+        Reads each byte that this rank holds once (CRC-32C, with the processor's instruction), and
+        exchanges 48 bytes a parameter and rank.
+        """
+        check_copies(self)
 
     # -- freezing and thawing ---------------------------------------------------------------------
 

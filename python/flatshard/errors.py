@@ -32,7 +32,9 @@ class CollectiveTimeout(WorldError, TimeoutError):
 
 
 class CollectiveMismatch(WorldError):
-    """Ranks called different operations, sizes or dtypes at one fence. The text names both."""
+    """Ranks called different operations, sizes or dtypes at one fence: the text names both. Or they
+    hold different models, optimizers or copies: it names rank and parameter, and the world goes
+    on."""
 
 
 class CheckpointError(FlatshardError):

@@ -41,6 +41,8 @@ class SGD(Optimizer):
         Patterns of parameter names without decay.
     max_skips : int
         Skipped steps in a row that raise NonFiniteError.
+    check_every : int
+        Every so many applied steps, :meth:`Shards.check` before the update; 0: never.
 
     Notes
     -----
@@ -61,6 +63,7 @@ class SGD(Optimizer):
         weight_decay: float = 0.0,
         no_decay: Iterable[str] = (),
         max_skips: int = 20,
+        check_every: int = 0,
     ) -> None:
         super().__init__(
             target,
@@ -73,6 +76,7 @@ class SGD(Optimizer):
             moments=("momentum_buffer",) if momentum else (),
             no_decay=no_decay,
             max_skips=max_skips,
+            check_every=check_every,
         )
 
 
@@ -88,6 +92,7 @@ class _AdamFamily(Optimizer):
         amsgrad: bool = False,
         no_decay: Iterable[str] = (),
         max_skips: int = 20,
+        check_every: int = 0,
     ) -> None:
         beta1, beta2 = betas
         super().__init__(
@@ -101,6 +106,7 @@ class _AdamFamily(Optimizer):
             moments=("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ())),
             no_decay=no_decay,
             max_skips=max_skips,
+            check_every=check_every,
         )
 
 
@@ -125,6 +131,8 @@ class Adam(_AdamFamily):
         Patterns of parameter names without decay.
     max_skips : int
         Skipped steps in a row that raise NonFiniteError.
+    check_every : int
+        Every so many applied steps, :meth:`Shards.check` before the update; 0: never.
 
     References
     ----------
@@ -156,6 +164,8 @@ class AdamW(_AdamFamily):
         Patterns of parameter names without decay.
     max_skips : int
         Skipped steps in a row that raise NonFiniteError.
+    check_every : int
+        Every so many applied steps, :meth:`Shards.check` before the update; 0: never.
 
     References
     ----------
@@ -183,6 +193,8 @@ class Lion(Optimizer):
         Patterns of parameter names without decay.
     max_skips : int
         Skipped steps in a row that raise NonFiniteError.
+    check_every : int
+        Every so many applied steps, :meth:`Shards.check` before the update; 0: never.
 
     Notes
     -----
@@ -205,6 +217,7 @@ class Lion(Optimizer):
         weight_decay: float = 0.0,
         no_decay: Iterable[str] = (),
         max_skips: int = 20,
+        check_every: int = 0,
     ) -> None:
         beta1, beta2 = betas
         super().__init__(
@@ -213,6 +226,7 @@ class Lion(Optimizer):
             moments=("exp_avg",),
             no_decay=no_decay,
             max_skips=max_skips,
+            check_every=check_every,
         )
 
 
@@ -237,6 +251,8 @@ class Adagrad(Optimizer):
         Patterns of parameter names without decay.
     max_skips : int
         Skipped steps in a row that raise NonFiniteError.
+    check_every : int
+        Every so many applied steps, :meth:`Shards.check` before the update; 0: never.
 
     Notes
     -----
@@ -262,6 +278,7 @@ class Adagrad(Optimizer):
         initial_accumulator_value: float = 0.0,
         no_decay: Iterable[str] = (),
         max_skips: int = 20,
+        check_every: int = 0,
     ) -> None:
         initial = initial_accumulator_value
         if not (math.isfinite(initial) and initial >= 0):
@@ -274,6 +291,7 @@ class Adagrad(Optimizer):
             moments=("sum",),
             no_decay=no_decay,
             max_skips=max_skips,
+            check_every=check_every,
         )
         if initial:
             self._shards.fill("sum", initial)

@@ -82,7 +82,7 @@ test_statvfs(const char *path, struct statvfs *out)
 #undef statvfs
 
 #include "io/blocks.h"
-#include "io/crc32c.h"
+#include "base/crc32c.h"
 
 static char folder[] = "/tmp/fs_blocks_XXXXXX";
 

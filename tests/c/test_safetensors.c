@@ -7,7 +7,7 @@
 
 #include "base/arena.h"
 #include "check.h"
-#include "io/crc32c.h"
+#include "base/crc32c.h"
 #include "io/json.h"
 #include "io/safetensors.h"
 

@@ -139,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
     add(run, "--out", "folder of the run", metavar="DIR")
     add(run, "--save-every", "steps between checkpoints; 0: only at the end", metavar="K")
     add(run, "--keep", "checkpoints that stay", metavar="K")
+    add(run, "--check-every", "steps between comparisons of the ranks' copies", metavar="K")
     add(run, "--eval-every", "steps between evaluations; 0: only at the end", metavar="K")
     add(run, "--eval-sequences", "held-out sequences of an evaluation", metavar="K")
     add(run, "--resume", "go on from the newest checkpoint in --out", action="store_true")

@@ -68,6 +68,8 @@ class TrainConfig:
         Keep only each layer's input in forward, compute the rest again in backward.
     threads : int, optional
         Compute threads of a rank; None: its share of the cores.
+    check_every : int
+        Steps between comparisons of all copies that ranks must hold alike; 0: never.
     save_every, keep : int
         Steps between checkpoints (0: only the last), and how many stay.
     eval_every, eval_sequences : int
@@ -114,6 +116,7 @@ class TrainConfig:
     threads: int | None = _free(None)
     save_every: int = _free(200)
     keep: int = _free(2)
+    check_every: int = _free(0)
     eval_every: int = _free(100)
     eval_sequences: int = _free(64)
     resume: bool = _free(False)
@@ -136,7 +139,7 @@ class TrainConfig:
                 raise ConfigError(f"{name} {value!r}: expected one of {_listed(choices)}")
         for name in ("batch", "length", "accumulate", "steps", "keep", "eval_sequences"):
             self._at_least(name, 1)
-        for name in ("save_every", "eval_every", "sample_tokens"):
+        for name in ("save_every", "eval_every", "sample_tokens", "check_every"):
             self._at_least(name, 0)
         if self.warmup is not None:
             self._at_least("warmup", 0)

@@ -323,6 +323,7 @@ class _Run:
             "lr": config.lr,
             "weight_decay": config.weight_decay,
             "no_decay": NO_DECAY,
+            "check_every": config.check_every,
         }
         if config.optimizer == "sgd":
             return flatshard.SGD(model, momentum=config.betas[0], **common)

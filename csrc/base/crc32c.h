@@ -1,6 +1,6 @@
 /* CRC-32C (Castagnoli), the checksum of blocks: instructions where the processor has them. */
-#ifndef FS_IO_CRC32C_H
-#define FS_IO_CRC32C_H
+#ifndef FS_BASE_CRC32C_H
+#define FS_BASE_CRC32C_H
 
 #include <stddef.h>
 #include <stdint.h>
