@@ -86,8 +86,16 @@ FS_HD float
 fs_f32_of_bf16(uint16_t h)
 {
     uint32_t bits = (uint32_t)h << 16;
-    uint32_t quiet = (bits & 0x7fffffffu) > 0x7f800000u ? 0x00400000u : 0u;
-    return fs_f32_of_bits(bits | quiet);
+    float x = fs_f32_of_bits(bits);
+    return fs_f32_of_bits(x != x ? bits | 0x00400000u : bits);
+}
+
+/* The same, but a signalling NaN stays one: for values that arithmetic or fs_bf16_of_f32, which
+ * make it quiet, are next to see. */
+FS_HD float
+fs_f32_of_bf16_raw(uint16_t h)
+{
+    return fs_f32_of_bits((uint32_t)h << 16);
 }
 
 /* To nearest, ties to even; NaN stays NaN (quiet, its leading payload kept), overflow becomes
@@ -96,9 +104,10 @@ FS_HD uint16_t
 fs_bf16_of_f32(float x)
 {
     uint32_t bits = fs_bits_of_f32(x);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    uint32_t nan = (bits >> 16) | 0x0040u;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    uint32_t nan = bits | 0x00400000u;
+    uint32_t chosen = x != x ? nan : rounded; /* before the shift: one width throughout a loop */
+    return (uint16_t)(chosen >> 16);
 }
 
 /* Up or down at random, in proportion: up if the 16 bits that are cut off and 16 random ones carry.
@@ -108,9 +117,10 @@ FS_HD uint16_t
 fs_bf16_of_f32_random(float x, uint32_t random16)
 {
     uint32_t bits = fs_bits_of_f32(x);
-    uint32_t rounded = (bits + random16) >> 16;
-    uint32_t nan = (bits >> 16) | 0x0040u;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    uint32_t rounded = bits + random16;
+    uint32_t nan = bits | 0x00400000u;
+    uint32_t chosen = x != x ? nan : rounded;
+    return (uint16_t)(chosen >> 16);
 }
 
 /* x as a bf16 number, which is returned, and a remainder. The number is x rounded to nearest, ties
@@ -122,7 +132,7 @@ fs_split_f32(float x, uint16_t *remainder)
 {
     uint32_t bits = fs_bits_of_f32(x);
     uint32_t quiet = (bits & 0xffff0000u) | 0x00400000u;
-    bits = (bits & 0x7fffffffu) > 0x7f800000u ? quiet : bits;
+    bits = x != x ? quiet : bits;
     *remainder = (uint16_t)bits;
     return (uint16_t)((bits + 0x8000u) >> 16);
 }
@@ -222,7 +232,7 @@ fs_random_u32(uint64_t key, uint32_t counter)
 FS_HD float
 fs_flush_tiny(float x)
 {
-    float size = x < 0.0f ? -x : x;
+    float size = fs_f32_of_bits(fs_bits_of_f32(x) & 0x7fffffffu);
     return size < FS_TINY_MOMENT ? 0.0f : x;
 }
 

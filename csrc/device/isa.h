@@ -14,7 +14,8 @@
  *
  * What a kernel file may use: FS_ISA_FLOATS (floats in a vector register: 4, 8 or 16), base/math.h,
  * the headers below, tiles.h, vector extensions of GCC (vector_size); intrinsics only in copy.inc,
- * and for the fused multiply-add of attention_tiles.inc. System headers belong here, above the
+ * for the fused multiply-add of attention_tiles.inc, and, where FS_ISA_F16C is defined, for the
+ * conversions of fp16 in formats.inc. System headers belong here, above the
  * pragmas. An unused static function is no warning. */
 #ifndef FS_DEVICE_ISA_H
 #define FS_DEVICE_ISA_H

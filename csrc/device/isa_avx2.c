@@ -5,6 +5,7 @@
 
 #define FS_ISA avx2
 #define FS_ISA_FLOATS 8
+#define FS_ISA_F16C
 
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx,avx2,fma,f16c,bmi,bmi2,lzcnt"))), \

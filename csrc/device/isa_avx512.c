@@ -5,6 +5,7 @@
 
 #define FS_ISA avx512
 #define FS_ISA_FLOATS 16
+#define FS_ISA_F16C
 
 #ifdef __clang__
 #pragma clang attribute push( \
