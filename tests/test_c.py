@@ -60,6 +60,14 @@ def sanitizer_missing(flavour: str) -> str:
     return "" if done.returncode == 0 else f"{compiler[0]} {flag}: {done.stdout.strip()[-200:]}"
 
 
+def needs_missing(name: str) -> str:
+    """Why a program's other compiler is not there; empty when it needs none."""
+    if "c++" not in declared(FOLDER / f"{name}.c", "needs"):
+        return ""
+    compiler = os.environ.get("CXX", "g++").split()[0]
+    return "" if shutil.which(compiler) else f"it needs a C++ compiler, and there is no {compiler}"
+
+
 @pytest.fixture(scope="session")
 def built() -> dict[str, str]:
     """What building each flavour said; flavours are built when first asked for."""
@@ -69,13 +77,14 @@ def built() -> dict[str, str]:
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("flavour", "name"), cases(), ids=lambda value: str(value))
 def test_program(flavour: str, name: str, built: dict[str, str]) -> None:
+    missing = needs_missing(name) or (sanitizer_missing(flavour) if flavour not in built else "")
+    if missing and os.environ.get("CI"):
+        pytest.fail(missing)
+    if missing:
+        pytest.skip(missing)
     if flavour not in built:
-        missing = sanitizer_missing(flavour)
-        if missing and os.environ.get("CI"):
-            pytest.fail(missing)
-        if missing:
-            pytest.skip(missing)
-        tests = " ".join(program for other, program in cases() if other == flavour)
+        here = [program for other, program in cases() if other == flavour]
+        tests = " ".join(program for program in here if not needs_missing(program))
         done = make(f"FLAVOUR={flavour}", f"TESTS={tests}", "programs")
         built[flavour] = "" if done.returncode == 0 else done.stdout[-4000:]
     assert built[flavour] == "", built[flavour]

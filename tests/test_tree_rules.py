@@ -23,6 +23,10 @@ def c_files() -> list[pathlib.Path]:
     return sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".inc"))
 
 
+def cuda_files() -> list[pathlib.Path]:
+    return sorted(path for path in CSRC.rglob("*") if path.suffix in (".cu", ".cuh"))
+
+
 def python_files() -> list[pathlib.Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
@@ -77,6 +81,7 @@ MAY_INCLUDE = {
     "model": {"base", "device", "comm", "shard", "model"},
     "io": {"base", "device", "comm", "shard", "io"},
     "binding": {"base", "device", "comm", "shard", "model", "io", "binding"},
+    "cuda": {"base", "device", "cuda"},
 }
 
 
@@ -86,7 +91,7 @@ def includes(path: pathlib.Path) -> list[str]:
 
 def test_includes_walk_one_way() -> None:
     wrong = []
-    for path in c_files():
+    for path in [*c_files(), *cuda_files()]:
         room = path.relative_to(CSRC).parts[0]
         assert room in MAY_INCLUDE, f"{name(path)}: a room without a rule: say who it may include"
         for included in includes(path):
@@ -218,7 +223,8 @@ COLUMNS = 100
 def test_lines() -> None:
     """Columns, no tabs, no blanks at the end, one newline at the end of a file."""
     wrong = []
-    for path in [*c_files(), *python_files(), *(ROOT / "tests").rglob("*.[ch]")]:
+    tests = [p for p in (ROOT / "tests").rglob("*") if p.suffix in (".c", ".h", ".cpp")]
+    for path in [*c_files(), *cuda_files(), *python_files(), *tests]:
         text = path.read_text(encoding="utf-8")
         if text and (not text.endswith("\n") or text.endswith("\n\n")):
             wrong.append(f"{name(path)}: ends without a newline, or with several")

@@ -1,0 +1,178 @@
+/* Stands in for CUDA's header of this name where there is no GPU: the part of the language and of
+ * the runtime that csrc/cuda uses, with the same names, for a plain C++ compiler.
+ *
+ * Kernels run block by block on one worker thread per device, the threads of a block as fibers in a
+ * shuffled order; streams are queues that the worker serves in a shuffled order, as far as events
+ * allow. See sim.h for what is checked on the way. */
+#ifndef FS_CUDASIM_CUDA_RUNTIME_H
+#define FS_CUDASIM_CUDA_RUNTIME_H
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+// ---- language -----------------------------------------------------------------------------------
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct uint3 {
+    unsigned x, y, z;
+};
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+struct alignas(8) ushort4 {
+    unsigned short x, y, z, w;
+};
+
+static inline float4
+make_float4(float x, float y, float z, float w)
+{
+    return float4{x, y, z, w};
+}
+
+static inline ushort4
+make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w)
+{
+    return ushort4{x, y, z, w};
+}
+
+/* Where the running fiber is. */
+struct fs_sim_place {
+    uint3 thread, block;
+    dim3 block_dim, grid_dim;
+};
+
+const fs_sim_place &fs_sim_here();
+
+#define threadIdx (fs_sim_here().thread)
+#define blockIdx (fs_sim_here().block)
+#define blockDim (fs_sim_here().block_dim)
+#define gridDim (fs_sim_here().grid_dim)
+
+/* All threads of the block come to the same call, none has ended: anything else ends the
+ * program. */
+void fs_sim_barrier(const char *file, int line);
+#define __syncthreads() fs_sim_barrier(__FILE__, __LINE__)
+
+unsigned char *fs_sim_shared_memory();
+
+static inline unsigned long long
+atomicMin(unsigned long long *at, unsigned long long value)
+{
+    unsigned long long old = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (value < old && !__atomic_compare_exchange_n(at, &old, value, false, __ATOMIC_RELAXED,
+                                                       __ATOMIC_RELAXED)) {
+    }
+    return old;
+}
+
+// ---- runtime ------------------------------------------------------------------------------------
+
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInvalidConfiguration = 9,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorNotReady = 600,
+};
+
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost = 0,
+    cudaMemcpyHostToDevice = 1,
+    cudaMemcpyDeviceToHost = 2,
+    cudaMemcpyDeviceToDevice = 3,
+    cudaMemcpyDefault = 4,
+};
+
+enum cudaDeviceAttr {
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76,
+};
+
+enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
+
+typedef struct fs_sim_stream *cudaStream_t;
+typedef struct fs_sim_event *cudaEvent_t;
+
+cudaError_t cudaGetDeviceCount(int *count);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total);
+cudaError_t cudaDriverGetVersion(int *version);
+cudaError_t cudaRuntimeGetVersion(int *version);
+cudaError_t cudaGetLastError();
+const char *cudaGetErrorString(cudaError_t code);
+
+cudaError_t cudaMalloc(void **out, size_t nbytes);
+cudaError_t cudaFree(void *memory);
+cudaError_t cudaMallocHost(void **out, size_t nbytes);
+cudaError_t cudaFreeHost(void *memory);
+cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t nbytes, cudaMemcpyKind kind,
+                            cudaStream_t stream);
+cudaError_t cudaMemsetAsync(void *dst, int byte, size_t nbytes, cudaStream_t stream);
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
+
+// ---- launch -------------------------------------------------------------------------------------
+
+struct fs_sim_range {
+    uintptr_t begin, end;
+    bool is_write;
+};
+
+/* What an operation reads and writes. */
+struct fs_sim_ranges {
+    std::vector<fs_sim_range> list;
+    void
+    add(const void *at, size_t nbytes, bool is_write)
+    {
+        if (nbytes > 0) {
+            uintptr_t begin = reinterpret_cast<uintptr_t>(at);
+            list.push_back(fs_sim_range{begin, begin + nbytes, is_write});
+        }
+    }
+};
+
+void fs_sim_enqueue_kernel(const char *name, dim3 grid, dim3 block, size_t shared_nbytes,
+                           cudaStream_t stream, const fs_sim_ranges &ranges,
+                           std::function<void()> thread);
+
+/* Arguments are copied at the call, as a launch does. */
+template <typename... P, typename... A>
+void
+fs_sim_launch(const char *name, dim3 grid, dim3 block, size_t shared_nbytes, cudaStream_t stream,
+              const fs_sim_ranges &ranges, void (*kernel)(P...), A &&...arguments)
+{
+    std::tuple<P...> kept(std::forward<A>(arguments)...);
+    fs_sim_enqueue_kernel(name, grid, block, shared_nbytes, stream, ranges,
+                          [kernel, kept] { std::apply(kernel, kept); });
+}
+
+#endif

@@ -1,0 +1,51 @@
+/* What tests ask of the stand-in for CUDA, beyond CUDA's own functions.
+ *
+ * The stand-in ends the program, saying why on stderr, when code does what a GPU would punish or
+ * silently get wrong: a barrier that not all threads of a block reach, a launch beyond the limits
+ * of a device, writing beyond an allocation, an operation on the default stream, a copy that
+ * touches memory nobody allocated. Device memory faults (SIGSEGV) when the host touches it while
+ * nothing runs. Fresh device and shared memory holds NaN.
+ *
+ * Two operations that touch the same bytes, one of them writing, must be ordered by a stream, by
+ * events, or by the host's waiting. That is decided when they are given, from the ranges they
+ * declare and from vector clocks, so that a missing wait is found whatever order the worker happens
+ * to take. */
+#ifndef FS_CUDASIM_SIM_H
+#define FS_CUDASIM_SIM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* How the worker picks among operations that may run. */
+typedef enum fs_sim_order {
+    FS_SIM_SHUFFLED, /* at random */
+    FS_SIM_LATE      /* at random, and none before the host waits for it */
+} fs_sim_order;
+
+/* Begins anew: seed for every choice; order; a device's memory in bytes. Nothing may be running. */
+void fs_sim_reset(uint64_t seed, fs_sim_order order, size_t device_nbytes);
+
+/* A race is counted, and its text kept, instead of ending the program: for tests of the
+ * detector. */
+void fs_sim_tolerate_races(bool tolerate);
+size_t fs_sim_races(void);
+
+/* Both operations of the latest race; empty when there was none. */
+const char *fs_sim_latest_race(void);
+
+/* The driver that fs_sim reports: 0 none, 12000 too old, 13000 right. */
+void fs_sim_set_driver(int version);
+
+/* Kernels given since the reset. */
+size_t fs_sim_kernels(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,66 @@
+"""The sources of csrc/cuda: compiled by nvcc, and what the compiler made of their arithmetic.
+
+What the kernels compute is for tests/c/test_cuda_*.c, which run them without a GPU.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+import types
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+HEADERS = sorted((ROOT / "csrc" / "cuda").glob("*.*h"))
+# Kernels whose results must have the CPU's bits.
+EXACT = ["convert", "sum", "update"]
+
+
+def tool() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("cuda_tool", ROOT / "tools" / "cuda.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> str:
+    found = tool().find_nvcc()
+    if found is None:
+        assert not os.environ.get("CI"), "no nvcc: CI must have it"
+        pytest.skip("no nvcc here: the CUDA sources run on the stand-in alone")
+    return str(found)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_arithmetic_is_exact(name: str, nvcc: str, tmp_path: pathlib.Path) -> None:
+    # --fmad=false and its like are easily lost: look at what came out.
+    ptx = tool().to_ptx(nvcc, ROOT / "csrc" / "cuda" / f"{name}.cu", tmp_path)
+    assert ".entry" in ptx
+    wrong = re.findall(r"^.*(?:\bfma\.|\.approx|\.ftz|\bmad\.f|\bmad\.rn\.f).*$", ptx, re.MULTILINE)
+    assert wrong == []
+    if name == "update":
+        assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx
+
+
+def test_contraction_would_be_seen(nvcc: str, tmp_path: pathlib.Path) -> None:
+    module = tool()
+    module.ARITHMETIC = ["--fmad=true"]
+    ptx = module.to_ptx(nvcc, ROOT / "csrc" / "cuda" / "update.cu", tmp_path)
+    assert re.search(r"\bfma\.rn\.f32", ptx)
+
+
+@pytest.mark.quick
+def test_no_source_knows_the_stand_in() -> None:
+    # Only how a kernel starts and where shared memory lies may differ: common.cuh alone.
+    assert SOURCES, "csrc/cuda holds no source: is the tree complete?"
+    for path in [*SOURCES, *HEADERS]:
+        text = path.read_text(encoding="utf-8")
+        if path.name != "common.cuh":
+            assert "sim" not in re.findall(r"[a-z]+", text.lower()), path
+            assert "__CUDACC__" not in text, path
+    branches = (ROOT / "csrc" / "cuda" / "common.cuh").read_text().count("__CUDACC__")
+    assert branches <= 6, "another difference between a GPU and the stand-in: is it needed?"
