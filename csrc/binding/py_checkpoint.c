@@ -193,13 +193,18 @@ io_commit(PyObject *Py_UNUSED(module), PyObject *args)
                           &text)) {
         return NULL;
     }
-    fs_world *world = fs_py_world_get(world_object);
+    bool alone = world_object == Py_None;
+    fs_world *world = alone ? NULL : fs_py_world_get(world_object);
     fs_status st = FS_OK;
-    if (world != NULL) {
+    if (alone) {
+        Py_BEGIN_ALLOW_THREADS
+        st = fs_commit(NULL, folder, final, parent, text.buf, (size_t)text.len);
+        Py_END_ALLOW_THREADS
+    } else if (world != NULL) {
         FS_CALL(world, st, fs_commit(world, folder, final, parent, text.buf, (size_t)text.len));
     }
     PyBuffer_Release(&text);
-    if (world == NULL) {
+    if (world == NULL && !alone) {
         return NULL;
     }
     return st == FS_OK ? Py_NewRef(Py_None) : fs_raise(st, world);
@@ -281,7 +286,7 @@ static PyMethodDef functions[] = {
     {"io_commit", io_commit, METH_VARARGS,
      "io_commit($module, world, folder, final, parent, text, /)\n--\n\nCollective: index.json, "
      "sync,"
-     " rename, sync."},
+     " rename, sync. world may be None: a program without ranks."},
     {"io_share", io_share, METH_VARARGS,
      "io_share($module, world, bytes, /)\n--\n\nCollective: every rank's bytes."},
     {"io_room_check", io_room_check, METH_VARARGS,

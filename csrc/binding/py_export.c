@@ -1,11 +1,15 @@
 /* Whole tensors from Python: out of a catalog or out of shards into a new safetensors file. */
 #include "py_catalog.h"
 
+#include <string.h>
+
 #include "../base/arena.h"
 #include "../base/cpu.h"
 
 /* Tensors to write, each under a new name and dtype from a source. */
 typedef struct export_call {
+    PyObject *read;        /* a Python source; called with the GIL, which is released around it */
+    PyThreadState *thread; /* while it is released */
     size_t n;
     fs_tensor_def *defs;
     size_t (*dims)[FS_SAFETENSORS_DIMS_MAX];
@@ -28,10 +32,13 @@ export_drop(export_call *call)
     fs_free(call->params);
 }
 
+/* Where tensors come from: a name in a catalog, an index of a layout, or a Python callable. */
+typedef enum source_kind { BY_NAME, BY_INDEX, BY_CALL } source_kind;
+
 /* tensors: ((name, dtype, shape, source) ...), source a name or an index; metadata: dict of
  * texts. */
 static int
-export_take(PyObject *tensors, PyObject *metadata, bool by_name, export_call *call)
+export_take(PyObject *tensors, PyObject *metadata, source_kind kind, export_call *call)
 {
     size_t n = (size_t)PyTuple_GET_SIZE(tensors);
     fs_status st = fs_calloc(n, sizeof *call->defs, &call->defs);
@@ -53,10 +60,10 @@ export_take(PyObject *tensors, PyObject *metadata, bool by_name, export_call *ca
             return -1;
         }
         def->dims = call->dims[t];
-        if (by_name && (call->sources[t] = PyUnicode_AsUTF8(source)) == NULL) {
+        if (kind == BY_NAME && (call->sources[t] = PyUnicode_AsUTF8(source)) == NULL) {
             return -1;
         }
-        if (!by_name) {
+        if (kind == BY_INDEX) {
             call->params[t] = (int)PyLong_AsLong(source);
             if (PyErr_Occurred()) {
                 return -1;
@@ -94,6 +101,34 @@ from_shards(void *ctx, size_t index, size_t begin, size_t end, void *dst, fs_dty
     return fs_load(call->shards, call->params[index], call->array, begin, end, dst, dtype);
 }
 
+/* The bytes of a range of elements, as read(index, begin, end) gives them. Copied at once: what is
+ * written to never leaves for Python. FS_EINVAL with a Python exception set, where it failed. */
+static fs_status
+from_python(void *ctx, size_t index, size_t begin, size_t end, void *dst, fs_dtype dtype)
+{
+    export_call *call = ctx;
+    size_t nbytes = (end - begin) * fs_dtype_nbytes(dtype);
+    fs_status st = FS_OK;
+    Py_buffer bytes;
+    PyEval_RestoreThread(call->thread);
+    PyObject *found = PyObject_CallFunction(call->read, "nnn", (Py_ssize_t)index, (Py_ssize_t)begin,
+                                            (Py_ssize_t)end);
+    if (found == NULL || PyObject_GetBuffer(found, &bytes, PyBUF_SIMPLE) < 0) {
+        st = FS_FAIL(FS_EINVAL, "tensor %zu could not be read", index);
+    } else {
+        if ((size_t)bytes.len == nbytes) {
+            memcpy(dst, bytes.buf, nbytes);
+        } else {
+            st = FS_FAIL(FS_EINVAL, "tensor %zu: %zd bytes were given for elements %zu to %zu",
+                         index, bytes.len, begin, end);
+        }
+        PyBuffer_Release(&bytes);
+    }
+    Py_XDECREF(found);
+    call->thread = PyEval_SaveThread();
+    return st;
+}
+
 static fs_status
 export_stream(const char *folder, const char *name, export_call *call, fs_source source,
               fs_ledger *ledger)
@@ -116,7 +151,7 @@ io_catalog_export(PyObject *Py_UNUSED(module), PyObject *args)
     }
     fs_py_catalog from = {0};
     export_call call = {0};
-    if (export_take(tensors, metadata, true, &call) == 0 &&
+    if (export_take(tensors, metadata, BY_NAME, &call) == 0 &&
         fs_py_catalog_enter(tuple, &from) == 0) {
         fs_isa isa = FS_ISA_BASELINE;
         fs_status st;
@@ -151,12 +186,42 @@ io_shards_export(PyObject *Py_UNUSED(module), PyObject *args)
     }
     fs_world *world = fs_shards_world(shards);
     export_call call = {.shards = shards, .array = master ? FS_MASTER : FS_WEIGHT};
-    if (export_take(tensors, metadata, false, &call) == 0) {
+    if (export_take(tensors, metadata, BY_INDEX, &call) == 0) {
         fs_status st;
         FS_CALL(world, st, export_stream(folder, name, &call, from_shards, fs_world_ledger(world)));
         result = st == FS_OK ? Py_NewRef(Py_None) : fs_raise(st, world);
     }
     fs_py_shards_leave(shards_object);
+    export_drop(&call);
+    return result;
+}
+
+/* (nbytes, crcs) of a new file whose tensors Python gives. */
+static PyObject *
+io_stream_write(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *tensors, *metadata, *result = NULL;
+    const char *folder, *name;
+    export_call call = {0};
+    if (!PyArg_ParseTuple(args, "ssO!O!O:stream_write", &folder, &name, &PyTuple_Type, &tensors,
+                          &PyDict_Type, &metadata, &call.read)) {
+        return NULL;
+    }
+    if (export_take(tensors, metadata, BY_CALL, &call) == 0) {
+        fs_blocks blocks = {0};
+        call.thread = PyEval_SaveThread();
+        fs_status st = fs_stream(folder, name, call.defs, call.n, call.metadata, call.metadata_n,
+                                 from_python, &call, NULL, &blocks);
+        PyEval_RestoreThread(call.thread);
+        if (st == FS_OK) {
+            result = Py_BuildValue("(ny#)", (Py_ssize_t)blocks.nbytes,
+                                   blocks.n > 0 ? (const char *)blocks.crc : "",
+                                   (Py_ssize_t)(4 * blocks.n));
+        } else if (!PyErr_Occurred()) {
+            (void)fs_raise(st, NULL);
+        }
+        fs_blocks_free(&blocks);
+    }
     export_drop(&call);
     return result;
 }
@@ -170,6 +235,9 @@ static PyMethodDef functions[] = {
      "shards_export($module, shards, master, folder, name, tensors, metadata, /)\n--\n\nWrites "
      "whole"
      " parameters to a new safetensors file; called by one rank between two fences."},
+    {"stream_write", io_stream_write, METH_VARARGS,
+     "stream_write($module, folder, name, tensors, metadata, read, /)\n--\n\nWrites a new "
+     "safetensors file of the bytes that read(index, begin, end) gives; (nbytes, crcs)."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -92,6 +92,9 @@ fs_status
 fs_commit(fs_world *world, const char *folder, const char *final, const char *parent,
           const void *text, size_t text_nbytes)
 {
+    if (world == NULL) {
+        return commit(folder, final, parent, text, text_nbytes);
+    }
     fs_status st = FS_OK;
     if (fs_world_rank(world) == 0) {
         st = commit(folder, final, parent, text, text_nbytes);

@@ -22,7 +22,7 @@ fs_share(fs_world *world, fs_op op, fs_status mine, const void *bytes, size_t nb
 
 /* Collective: rank 0 writes index.json (text) into folder, syncs both, renames folder to final and
  * syncs its parent; the other ranks pass anything. Before the rename nothing is committed, after it
- * all is. Fails on all ranks if it fails. */
+ * all is. Fails on all ranks if it fails. world NULL: a program that has no ranks. */
 FS_NODISCARD fs_status fs_commit(fs_world *world, const char *folder, const char *final,
                                  const char *parent, const void *text, size_t text_nbytes);
 

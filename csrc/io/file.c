@@ -4,8 +4,11 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -65,6 +68,60 @@ open_retrying(const char *path, int flags, mode_t mode)
     return fd;
 }
 
+/* Whether a resolved path lies in a resolved folder. */
+static bool
+lies_in(const char *path, const char *folder)
+{
+    size_t n = strlen(folder);
+    return strncmp(path, folder, n) == 0 && (path[n] == '/' || (n > 0 && folder[n - 1] == '/'));
+}
+
+/* Whether real, the end of a link in folder, may be read: it lies in the folder, or is a blob of
+ * the Hugging Face cache whose snapshot that is (CACHE/snapshots/REVISION and CACHE/blobs). */
+static bool
+link_is_inside(const char *folder, const char *real)
+{
+    char home[PATH_MAX], beside[PATH_MAX];
+    if (realpath(folder, home) == NULL) {
+        return false;
+    }
+    if (lies_in(real, home)) {
+        return true;
+    }
+    char *revision = strrchr(home, '/');
+    if (revision == NULL) {
+        return false;
+    }
+    *revision = '\0';
+    char *snapshots = strrchr(home, '/');
+    if (snapshots == NULL || strcmp(snapshots, "/snapshots") != 0) {
+        return false;
+    }
+    *snapshots = '\0';
+    int n = snprintf(beside, sizeof beside, "%s/blobs", home);
+    return n > 0 && (size_t)n < sizeof beside && lies_in(real, beside) &&
+           strchr(real + n + 1, '/') == NULL;
+}
+
+/* Opens path; a link in a folder (not NULL) only where it stays inside. */
+static fs_status
+open_inside(const char *folder, const char *path, int *out_fd)
+{
+    /* Without O_NONBLOCK a pipe of that name would hang the open. */
+    int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
+    char real[PATH_MAX];
+    *out_fd = open_retrying(path, folder == NULL ? flags : flags | O_NOFOLLOW, 0);
+    if (*out_fd < 0 && folder != NULL && (errno == ELOOP || errno == EMLINK)) {
+        if (realpath(path, real) != NULL) {
+            if (!link_is_inside(folder, real)) {
+                return FS_FAIL(FS_ECORRUPT, "%s: a link that leads out of its folder", path);
+            }
+            *out_fd = open_retrying(real, flags | O_NOFOLLOW, 0);
+        }
+    }
+    return *out_fd < 0 ? FS_FAIL_ERRNO("%s: could not open", path) : FS_OK;
+}
+
 fs_status
 fs_file_open(const char *folder, const char *name, fs_file *out)
 {
@@ -72,12 +129,7 @@ fs_file_open(const char *folder, const char *name, fs_file *out)
     fs_status st;
     struct stat about;
     FS_TRY(join(folder, name, &file.path));
-    /* Without O_NONBLOCK a pipe of that name would hang the open. */
-    file.fd = open_retrying(file.path, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0);
-    if (file.fd < 0) {
-        st = FS_FAIL_ERRNO("%s: could not open", file.path);
-        goto fail;
-    }
+    FS_TRY_GOTO(open_inside(folder, file.path, &file.fd), st, fail);
     if (fstat(file.fd, &about) != 0) {
         st = FS_FAIL_ERRNO("%s: could not read its size", file.path);
         goto fail;

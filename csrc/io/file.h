@@ -24,7 +24,9 @@ FS_NODISCARD fs_status
 fs_name_check(const char *where, const char *name);
 
 /* Opens folder/name (folder NULL: name is a path of the caller's) for reading. Anything but a
- * regular file is FS_ECORRUPT and never blocks; a missing one is FS_ESYS with ENOENT. */
+ * regular file is FS_ECORRUPT and never blocks; a missing one is FS_ESYS with ENOENT. A link in a
+ * folder that leads out of it is FS_ECORRUPT, unless it leads to a blob of the Hugging Face cache
+ * that the folder is part of. */
 FS_NODISCARD fs_status
 fs_file_open(const char *folder, const char *name, fs_file *out);
 

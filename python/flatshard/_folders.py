@@ -27,10 +27,13 @@ __all__ = [
     "committed",
     "first_of",
     "foreign_catalog",
+    "is_plain",
     "parse_index",
+    "parse_json",
     "read_index",
     "readable",
     "steps",
+    "weight_map",
     "write_index",
 ]
 
@@ -178,6 +181,15 @@ def write_index(values: Mapping[str, Any]) -> bytes:
     return body + f',\n "crc32c": "{_core.crc32c(body):08x}"\n}}\n'.encode()
 
 
+def is_plain(name: str) -> bool:
+    """Whether a name from an index is that of a file in its folder, and nothing else."""
+    return (
+        0 < len(name.encode("utf-8", "surrogatepass")) <= 255
+        and not name.startswith(".")
+        and not any(c in "/\\" or ord(c) < 0x20 or ord(c) == 0x7F for c in name)
+    )
+
+
 def _parameter(where: str, values: Any) -> Saved:
     read = _Reader(where, values)
     shape = read.take("shape", list)
@@ -199,7 +211,7 @@ def _parameter(where: str, values: Any) -> Saved:
 def _file(where: str, values: Any) -> tuple[str, int, bytes]:
     read = _Reader(where, values)
     name, nbytes, crcs = read.take("name", str), read.size("nbytes"), read.take("crc32c", str)
-    if not name or name != os.path.basename(name) or name.startswith(".") or "\\" in name:
+    if not is_plain(name):
         raise CheckpointError(f"{where}: {name!r:.100} is not a plain file name")
     if _HEX.fullmatch(crcs) is None or len(crcs) // 8 != -(-nbytes // BLOCK_NBYTES):
         raise CheckpointError(f"{where}: {name}: its checksums do not cover {nbytes} bytes")
@@ -306,18 +318,22 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
 # -- Hugging Face folders --------------------------------------------------------------------------
 
 
-def _weight_map(path: str, size_max: int = 100_000_000) -> dict[str, str]:
+def weight_map(
+    path: str, *, suffix: str = ".safetensors", size_max: int = 100_000_000
+) -> dict[str, str]:
+    """From tensor to file, as the index of a sharded Hugging Face folder says.
+
+    Raises
+    ------
+    CheckpointError
+        Not such an index, or a name in it is not that of a ``suffix`` file inside the folder.
+    """
     if os.path.getsize(path) > size_max:
         raise CheckpointError(f"{path}: over {size_max} bytes, not an index of weights")
     with open(path, "rb") as file:
         found = _Reader(path, parse_json(path, file.read())).take("weight_map", dict)
     for name, target in found.items():
-        if (
-            type(target) is not str
-            or not target.endswith(".safetensors")
-            or target != os.path.basename(target)
-            or target.startswith(".")
-        ):
+        if type(target) is not str or not target.endswith(suffix) or not is_plain(target):
             raise CheckpointError(f"{path}: {name!r:.100} is said to be in {target!r:.100}")
     return {str(name): str(target) for name, target in found.items()}
 
@@ -332,7 +348,8 @@ def foreign_catalog(directory: str) -> Catalog:
         with the tensors that would be).
     """
     if os.path.isfile(directory):
-        folder, name = os.path.split(directory)
+        # Named by the caller: a link that it is leads where they want.
+        folder, name = os.path.split(os.path.realpath(directory))
         return Catalog(folder or ".", ((name, -1, None),), None)
     single = os.path.join(directory, "model.safetensors")
     if os.path.isfile(single):
@@ -343,15 +360,15 @@ def foreign_catalog(directory: str) -> Catalog:
             f"{directory}: holds no weights: neither step-NNNNNN folders, nor model.safetensors, "
             "nor model.safetensors.index.json"
         )
-    weight_map = _weight_map(index)
-    names = sorted(set(weight_map.values()))
+    places = weight_map(index)
+    names = sorted(set(places.values()))
     missing = [name for name in names if not os.path.isfile(os.path.join(directory, name))]
     if missing:
-        lost = sorted(name for name, target in weight_map.items() if target in missing)
+        lost = sorted(name for name, target in places.items() if target in missing)
         raise CheckpointError(
             f"{directory}: {', '.join(missing)} is missing, and with it {first_of(lost)}"
         )
-    return Catalog(directory, tuple((name, -1, None) for name in names), None, weight_map)
+    return Catalog(directory, tuple((name, -1, None) for name in names), None, places)
 
 
 def first_of(items: Sequence[str], shown: int = 5) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .optim import Optimizer
     from .shard import Shards
 
-__all__ = ["Saving", "save", "settle"]
+__all__ = ["Saving", "hidden_folder", "machine", "save", "settle"]
 
 _HIDDEN = ".saving-"
 _REMOVED = ".removing-"
@@ -166,7 +166,7 @@ def save(
         users = users[:1]
     moments = 0 if optimizer is None else len(shards._moments)
     with contextlib.ExitStack() as stack:
-        begun = on_first(world, lambda: stack.enter_context(_hidden_folder(parent, step)))
+        begun = on_first(world, lambda: stack.enter_context(hidden_folder(parent, step)))
         # Now, not when the files are written: in the background the optimizer moves on.
         values = _index_of(target, shards, optimizer, begun["serial"], step, users)
         if background:
@@ -269,7 +269,7 @@ def _local_part(step: int, user: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _hidden_folder(parent: str, step: int) -> Iterator[dict[str, Any]]:
+def hidden_folder(parent: str, step: int) -> Iterator[dict[str, Any]]:
     """On rank 0: a hidden folder to write into, locked while its save lives, removed at its end."""
     os.makedirs(parent, exist_ok=True)
     _remove_leftovers(parent)
@@ -340,7 +340,7 @@ def _index_of(
         "param_dtype": policy.precision.param,
         "moments_dtype": None if optimizer is None else policy.precision.moments,
         "crc32c_block_nbytes": BLOCK_NBYTES,
-        "machine": _machine(),
+        "machine": machine(),
         "optimizer": None if optimizer is None else optimizer.state(),
         "user": users,
         "parameters": [
@@ -364,7 +364,7 @@ def _model_of(target: Any, shards: Shards) -> dict[str, Any] | None:
     return None if to_hf is None else to_hf(dtype=shards.policy.precision.param)
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """What the bits of a run depend on beside its configuration."""
     return {
         "isa": _core.cpu_isa(),

@@ -12,12 +12,15 @@ from ._folders import steps
 from ._load import Loaded, load
 from ._save import Saving, save
 from ._verify import Damage, verify
+from .convert import Converted, convert
 
 __all__ = [
+    "Converted",
     "Damage",
     "Loaded",
     "Saving",
     "WeightsRead",
+    "convert",
     "export",
     "load",
     "read_weights",

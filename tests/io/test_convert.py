@@ -1,0 +1,205 @@
+"""``flatshard convert``: Hugging Face folders and files, with and without optimizer state."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import converted
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import flatshard as fs
+from flatshard import _folders, checkpoint
+from flatshard.cli.__main__ import main
+from flatshard.errors import CheckpointError
+
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
+
+LLAMA = converted.FIXTURES / "transformers"
+TIE = ("lm_head.weight", "model.embed_tokens.weight")
+
+
+def test_a_folder_of_transformers_with_its_optimizer(tmp_path) -> None:
+    """Numbers of a Trainer's optimizer become names, and all of it loads at another shape."""
+    report = checkpoint.convert(LLAMA, tmp_path)
+    truth = converted.truth_of(LLAMA)
+    assert (report.step, report.rule, report.moments) == (3, "AdamW", ("exp_avg", "exp_avg_sq"))
+    assert report.parameters == len(truth) and report.dtypes == ("float32",)
+    assert report.nbytes == 12 * report.numel
+    assert {what for what, _ in report.left_out} >= {"scheduler.pt", "pytorch_model.bin"}
+    assert "order of a llama model" in str(report) and "wrote" in str(report)
+    assert checkpoint.verify(tmp_path) == [] and checkpoint.steps(tmp_path) == [3]
+    for sharding in ({"stage": 3}, {"stage": 1, "partition": "per_parameter"}):
+        loaded, state = converted.loads(tmp_path, truth, steps=3, **sharding)
+        assert loaded.step == 3 and loaded.user is None
+        (group,) = state["groups"]
+        assert (group["lr"], group["weight_decay"], group["eps"]) == (1e-2, 0.1, 1e-6)
+
+
+def test_a_native_model_goes_on_from_it(tmp_path) -> None:
+    """The converted Llama loads with its tie, trains, and is exported as transformers wrote it."""
+    checkpoint.convert(LLAMA / "pytorch_model.bin", tmp_path / "run", step=3,
+                       optimizer=LLAMA / "optimizer.pt")  # fmt: skip
+    truth = converted.truth_of(LLAMA)
+
+    def body(world):
+        model = fs.models.Llama.from_config(LLAMA / "config.json", world=world, precision="bf16")
+        opt = fs.AdamW(model, lr=1.0)
+        assert checkpoint.load(tmp_path / "run", model, opt).step == 3
+        for name, arrays in truth.items():
+            assert model.shards.full(name, "master").tobytes() == arrays["weight"].tobytes()
+            assert model.shards.full(name, "exp_avg_sq").tobytes() == arrays["exp_avg_sq"].tobytes()
+        ids = np.arange(8, dtype=np.int32)[None]
+        model.forward_backward(ids, ids)
+        assert opt.step().step == 4 and opt.groups[0].lr == 1e-2
+        world.barrier()
+
+    fs.local_world(2).run(body)
+    checkpoint.convert(LLAMA, tmp_path / "again")
+    checkpoint.export(tmp_path / "again", tmp_path / "out")
+    left = safetensors.numpy.load_file(LLAMA / "model.safetensors")
+    right = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert left.keys() == right.keys()
+    assert all(left[name].tobytes() == right[name].tobytes() for name in left)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 11
+
+
+def test_the_index_is_that_of_a_save(tmp_path) -> None:
+    checkpoint.convert(LLAMA, tmp_path / "run")
+    (folder,) = _folders.committed(str(tmp_path / "run"))
+    golden = converted.FIXTURES.parent.parent / "golden" / "checkpoint-format-1"
+    (saved,) = _folders.committed(str(golden))
+    ours, theirs = _folders.read_index(folder), _folders.read_index(saved)
+    assert ours.raw.keys() == theirs.raw.keys()
+    assert ours.optimizer is not None and theirs.optimizer is not None
+    assert ours.optimizer.keys() == theirs.optimizer.keys()
+    assert ours.optimizer["groups"][0].keys() >= theirs.optimizer["groups"][0].keys()
+    assert os.listdir(tmp_path / "run") == ["step-000003"], "nothing hidden stays"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+def test_dtypes_are_kept_or_cast_as_asked(tmp_path, dtype) -> None:
+    arrays = {"a.w": np.linspace(-3, 3, 30).reshape(5, 6).astype(dtype), "b": np.ones(3, dtype)}
+    arrays["ids"] = np.arange(3)
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    report = checkpoint.convert(tmp_path, tmp_path / "kept")
+    assert report.dtypes == (np.dtype(dtype).name,) and report.rule is None
+    assert [what for what, _ in report.left_out] == ["ids"]
+    wide = checkpoint.convert(tmp_path, tmp_path / "wide", dtype="float32")
+    assert wide.dtypes == ("float32",)
+    checkpoint.export(tmp_path / "wide", tmp_path / "out", dtype="float32")
+    got = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert got["a.w"].tobytes() == arrays["a.w"].astype(np.float32).tobytes()
+    # Saved without an optimizer: a load that asks for one says so.
+    with pytest.raises(CheckpointError, match="was saved without an optimizer"):
+        converted.loads(tmp_path / "wide", {"a.w": {"weight": arrays["a.w"]}, "b": {
+            "weight": arrays["b"]}})  # fmt: skip
+
+
+def test_a_tie_that_is_said(tmp_path) -> None:
+    table = np.arange(12, dtype=np.float32).reshape(4, 3)
+    arrays = {"embed": table, "head": table.copy(), "w": np.ones(2, np.float32)}
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    report = checkpoint.convert(tmp_path, tmp_path / "run", ties={"head": "embed"})
+    assert report.ties == (("head", "embed"),) and report.parameters == 2
+    with pytest.raises(CheckpointError, match=r"no parameter is called haed; the nearest is head"):
+        checkpoint.convert(tmp_path, None, ties={"haed": "embed"})
+    arrays["head"][0, 0] = 5
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="head and embed are to be tied, and hold other"):
+        checkpoint.convert(tmp_path, tmp_path / "run", ties={"head": "embed"})
+    assert checkpoint.steps(tmp_path / "run") == [0], "a failure leaves what was there"
+
+
+def test_numbers_without_an_order_are_refused(tmp_path) -> None:
+    """safetensors sorts names: a known family, or the caller, says whose number is whose."""
+    for name in ("model.safetensors", "optimizer.pt"):
+        shutil.copy(LLAMA / name, tmp_path)
+    with pytest.raises(CheckpointError, match=r"safetensors does not keep their order.*--names"):
+        checkpoint.convert(tmp_path, None)
+    truth = converted.truth_of(LLAMA)
+    with pytest.raises(CheckpointError, match="is not that of its numbers"):
+        checkpoint.convert(tmp_path, None, names=sorted(truth))
+    with pytest.raises(CheckpointError, match=r"numbers 11 parameters, the names .* has 10"):
+        checkpoint.convert(tmp_path, None, names=sorted(truth)[1:])
+    order = [
+        "model.embed_tokens.weight",
+        *(f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkvo"),
+        *(f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+        "model.norm.weight",
+    ]
+    (tmp_path / "names.json").write_text(json.dumps(order))
+    out = tmp_path / "run"
+    assert main(["convert", str(tmp_path), str(out), "--names", str(tmp_path / "names.json")]) == 0
+    converted.loads(out, truth, size=2, steps=3)
+    order[-1] = "model.norm.wieght"
+    with pytest.raises(CheckpointError, match="wieght, which the weights lack; the nearest is mod"):
+        checkpoint.convert(tmp_path, None, names=order)
+
+
+def test_wrapped_names_and_buffers(tmp_path) -> None:
+    arrays = {
+        "module._orig_mod.a.w": np.ones((2, 2), np.float32),
+        "module._fsdp_wrapped_module.b.module.w": np.ones(3, np.float32),
+        "module.x.rotary_emb.inv_freq": np.ones(3, np.float32),
+    }
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    checkpoint.convert(tmp_path, tmp_path / "run")
+    (folder,) = _folders.committed(str(tmp_path / "run"))
+    assert {p.name for p in _folders.read_index(folder).parameters} == {"a.w", "b.module.w"}
+    checkpoint.convert(tmp_path, tmp_path / "less", leave=["b.*"])
+    (folder,) = _folders.committed(str(tmp_path / "less"))
+    assert [p.name for p in _folders.read_index(folder).parameters] == ["a.w"]
+    with pytest.raises(CheckpointError, match="nothing is called 'c"):
+        checkpoint.convert(tmp_path, None, leave=["c.*"])
+    arrays["module.a.w"] = arrays["module._orig_mod.a.w"]
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"are both 'a\.w'|are both 'module\.a\.w'"):
+        checkpoint.convert(tmp_path, None)
+
+
+def test_the_command(tmp_path, capsys) -> None:
+    assert main(["convert", str(LLAMA), str(tmp_path / "run"), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["folder"] == "" and not (tmp_path / "run").exists()
+    assert main(["convert", str(LLAMA), str(tmp_path / "run"), "--step", "12"]) == 0
+    assert "step-000012" in capsys.readouterr().out
+    assert main(["fsck", str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "other")]) == 1
+    assert "a checkpoint of flatshard already" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "other")]) == 1
+    assert "no such file or folder" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["convert", str(tmp_path / "empty"), str(tmp_path / "other")]) == 1
+    assert "holds no weights" in capsys.readouterr().err
+    assert main(["convert", str(LLAMA), str(tmp_path / "other"), "--tie", "x"]) == 2
+    for options in ({"dtype": "int8"}, {"rule": "Muon"}, {"step": -1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            checkpoint.convert(LLAMA, None, **options)
+
+
+def test_nothing_is_imported_and_no_world_started(tmp_path) -> None:
+    code = (
+        "import pickle, sys, zipfile\nfrom flatshard.cli.__main__ import main\n"
+        "pickle.load = pickle.loads = pickle.Unpickler = pickle._Unpickler = None\n"
+        "zipfile.ZipFile = None\n"
+        "from flatshard import _core\n"
+        "for name in ('job_create', 'job_join', 'job_threads'):\n"
+        "    setattr(_core, name, None)\n"
+        "assert main(['convert', sys.argv[1], sys.argv[2]]) == 0\n"
+        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(fs.__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(LLAMA), str(tmp_path / "run")],
+        env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
