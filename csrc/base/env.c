@@ -9,6 +9,9 @@ static const fs_env_entry table[] = {
      "level of the logger 'flatshard' (debug, info, warning, error); 'all:LEVEL' for every rank"},
     {"FLATSHARD_TIMEOUT", "seconds until a wait for other ranks raises"},
     {"FLATSHARD_REPORT_AFTER", "seconds until a wait for other ranks is reported in the log"},
+    {"FLATSHARD_REPORT_SIGNAL",
+     "real-time signal that asks a late rank for its Python line (default: a free one from 54 on); "
+     "0: none"},
     {"FLATSHARD_BLAS", "path of the CBLAS library to load instead of scipy-openblas32"},
     {"FLATSHARD_JOB", "set by 'flatshard launch': how the ranks of a job find each other"},
     /* Read by setup.py; here so that a shell that keeps them set is not warned about them. */

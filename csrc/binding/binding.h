@@ -32,7 +32,7 @@ int fs_py_add_export(PyObject *module); /* py_export.c: whole tensors */
  * it is where FS_ABORTED finds its cause and report. */
 PyObject *fs_raise(fs_status status, fs_world *world);
 /* FS_ABORTED for a rank whose world never opened. */
-PyObject *fs_raise_job(const fs_job *job, int rank);
+PyObject *fs_raise_job(fs_job *job, int rank);
 
 // ---- NumPy, wrapped so that its C API stays in py_numpy.c ---------------------------------------
 

@@ -46,6 +46,48 @@ fs_py_note_caller(fs_world *world)
     }
 }
 
+/* Adds a frame's line; false when there is no room for it. */
+static bool
+add_frame(PyFrameObject *frame, char *lines, size_t nbytes, size_t *used)
+{
+    PyCodeObject *code = PyFrame_GetCode(frame);
+    const char *file = PyUnicode_AsUTF8(code->co_filename);
+    const char *function = PyUnicode_AsUTF8(code->co_name);
+    int n = 0;
+    if (file != NULL && function != NULL) {
+        n = PyOS_snprintf(lines + *used, nbytes - *used, "  File \"%s\", line %d in %s\n", file,
+                          PyFrame_GetLineNumber(frame), function);
+    }
+    PyErr_Clear();
+    Py_DECREF(code);
+    bool fits = n >= 0 && (size_t)n < nbytes - *used;
+    *used += fits ? (size_t)n : 0;
+    return fits;
+}
+
+size_t
+fs_py_locate(int64_t thread, char *lines, size_t nbytes)
+{
+    size_t used = 0;
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *type, *value, *traceback; /* a signal handler may have raised in this wait */
+    PyErr_Fetch(&type, &value, &traceback);
+    PyThreadState *found = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+    while (found != NULL && found->thread_id != (unsigned long)thread) {
+        found = PyThreadState_Next(found);
+    }
+    PyFrameObject *frame = found != NULL ? PyThreadState_GetFrame(found) : NULL;
+    while (frame != NULL) {
+        PyFrameObject *back =
+            add_frame(frame, lines, nbytes, &used) ? PyFrame_GetBack(frame) : NULL;
+        Py_DECREF(frame);
+        frame = back;
+    }
+    PyErr_Restore(type, value, traceback);
+    PyGILState_Release(state);
+    return used;
+}
+
 fs_status
 fs_call_begin(fs_world *world)
 {

@@ -40,6 +40,9 @@ job_threads(PyObject *Py_UNUSED(module), PyObject *arg)
     }
     fs_job *job;
     fs_status st = fs_job_threads(n, &job);
+    if (st == FS_OK) {
+        fs_job_set_locate(job, fs_py_locate);
+    }
     return st == FS_OK ? new_job(job, -1, -1) : fs_raise(st, NULL);
 }
 
@@ -101,12 +104,66 @@ fs_py_job_get(PyObject *object)
 static PyObject *
 job_leave(PyObject *self, PyObject *args)
 {
-    int rank;
-    const char *reason;
-    if (!PyArg_ParseTuple(args, "iz:leave", &rank, &reason)) {
+    int rank, failed;
+    const char *text;
+    if (!PyArg_ParseTuple(args, "ipz:leave", &rank, &failed, &text)) {
         return NULL;
     }
-    fs_job_leave(((fs_py_job *)self)->job, rank, reason);
+    fs_job_leave(((fs_py_job *)self)->job, rank, failed != 0, text);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+job_say(PyObject *self, PyObject *args)
+{
+    int rank;
+    const char *text;
+    if (!PyArg_ParseTuple(args, "is:say", &rank, &text)) {
+        return NULL;
+    }
+    fs_job *job = ((fs_py_job *)self)->job;
+    if (job != NULL) {
+        fs_job_say(job, rank, text);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+job_answer_open(PyObject *self, PyObject *arg)
+{
+    int number = to_int(arg), fd = -1;
+    fs_job *job = number == -1 && PyErr_Occurred() ? NULL : fs_py_job_get(self);
+    if (job == NULL) {
+        return NULL;
+    }
+    fs_status st = fs_job_answer_open(job, number, &number, &fd);
+    return st == FS_OK ? Py_BuildValue("(ii)", number, fd) : fs_raise(st, NULL);
+}
+
+static PyObject *
+job_answer_ready(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    fs_job *job = fs_py_job_get(self);
+    if (job == NULL) {
+        return NULL;
+    }
+    fs_job_answer_ready(job);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+job_answer_on_top(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    const fs_job *job = ((fs_py_job *)self)->job;
+    return PyBool_FromLong(job != NULL && fs_job_answer_is_on_top(job));
+}
+
+static PyObject *
+job_answer_close(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    if (((fs_py_job *)self)->job != NULL) {
+        fs_job_answer_close(((fs_py_job *)self)->job);
+    }
     Py_RETURN_NONE;
 }
 
@@ -175,7 +232,18 @@ static PyMethodDef job_methods[] = {
      "world($self, /, rank, ranks, timeout, report_after, threads)\n--\n\n"
      "This rank's world of the whole job; collective. threads 0: this rank's share of ranks."},
     {"leave", job_leave, METH_VARARGS,
-     "leave($self, rank, reason, /)\n--\n\nMarks a rank as gone; reason None: a clean end."},
+     "leave($self, rank, failed, text, /)\n--\n\nMarks a rank as gone, and says how."},
+    {"say", job_say, METH_VARARGS,
+     "say($self, rank, text, /)\n--\n\nKeeps a line of a rank's log for reports."},
+    {"answer_open", job_answer_open, METH_O,
+     "answer_open($self, signal, /)\n--\n\n(signal, descriptor) for the lines of a late rank; "
+     "(0, -1): not to be had."},
+    {"answer_ready", job_answer_ready, METH_NOARGS,
+     "answer_ready($self, /)\n--\n\nThis rank may be asked where it is."},
+    {"answer_on_top", job_answer_on_top, METH_NOARGS,
+     "answer_on_top($self, /)\n--\n\nDoes the signal still reach the handler of the lines?"},
+    {"answer_close", job_answer_close, METH_NOARGS,
+     "answer_close($self, /)\n--\n\nThis rank is not asked any more."},
     {"interrupt", job_interrupt, METH_NOARGS,
      "interrupt($self, /)\n--\n\nEnds every wait of the job."},
     {"report", job_report, METH_NOARGS,

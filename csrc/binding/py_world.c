@@ -179,14 +179,15 @@ world_close(PyObject *object, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *
-world_leave(PyObject *object, PyObject *arg)
+world_leave(PyObject *object, PyObject *args)
 {
+    int failed;
+    const char *text;
     fs_world *world = fs_py_world_get(object);
-    const char *reason = world != NULL ? PyUnicode_AsUTF8(arg) : NULL;
-    if (reason == NULL) {
+    if (world == NULL || !PyArg_ParseTuple(args, "ps:leave", &failed, &text)) {
         return NULL;
     }
-    fs_job_leave(fs_world_job(world), fs_world_job_rank(world), reason);
+    fs_job_leave(fs_world_job(world), fs_world_job_rank(world), failed != 0, text);
     Py_RETURN_NONE;
 }
 
@@ -386,8 +387,8 @@ alloc_fail_at(PyObject *Py_UNUSED(module), PyObject *arg)
 // ---- type ---------------------------------------------------------------------------------------
 
 static const PyMethodDef life_methods[] = {
-    {"leave", world_leave, METH_O,
-     "leave($self, reason, /)\n--\n\nThis rank ends the job for a reason; its peers learn it."},
+    {"leave", world_leave, METH_VARARGS,
+     "leave($self, failed, text, /)\n--\n\nThis rank is gone, and how; its peers learn it."},
     {"split", world_split, METH_VARARGS,
      "split($self, color, key, /)\n--\n\nThe world of the ranks with this color; None for color < "
      "0."},

@@ -22,6 +22,8 @@ typedef struct fs_py_world {
 /* Of py_call.c. Frames in the folder of the package are ours, not the caller's. */
 void fs_py_set_package_folder(PyObject *module);
 void fs_py_note_caller(fs_world *world);
+/* The lines of a thread (its pthread_self) as faulthandler writes them. Takes the GIL. */
+size_t fs_py_locate(int64_t thread, char *lines, size_t nbytes);
 /* Runs Python's signal handlers (they run in the main thread only); true if one raised. */
 bool fs_py_check_signals(void *ctx);
 

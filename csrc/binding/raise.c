@@ -27,11 +27,26 @@ raise_ours(const char *name, const char *text)
     }
 }
 
+/* Through the package's log, and on stderr whatever that does. */
+static void
+tell(int rank, const char *report)
+{
+    PyObject *log = PyImport_ImportModule("flatshard._log");
+    PyObject *done =
+        log != NULL ? PyObject_CallMethod(log, "tell", "is", rank, report) : NULL;
+    if (done == NULL) {
+        PyErr_Clear();
+        PySys_FormatStderr("flatshard error (rank %d): %s\n", rank, report);
+    }
+    Py_XDECREF(done);
+    Py_XDECREF(log);
+}
+
 /* What ended the job, as the exception that names it. A launcher may kill survivors within a
  * tenth of a second of a death, so a process says it on stderr first; ranks that are threads
  * share the caller's, and raise only. */
 static void
-raise_cause(const fs_job *job, int rank, int threads)
+raise_cause(fs_job *job, int rank, int threads)
 {
     static const char *const names[] = {
         [FS_CAUSE_NONE] = "WorldError",         [FS_CAUSE_DIED] = "PeerLost",
@@ -39,7 +54,6 @@ raise_cause(const fs_job *job, int rank, int threads)
         [FS_CAUSE_MISMATCH] = "CollectiveMismatch", [FS_CAUSE_INTERRUPTED] = "PeerLost",
         [FS_CAUSE_ERROR] = "PeerLost",
     };
-    static int said; /* once per process; guarded by the GIL */
     fs_cause cause = fs_job_cause(job);
     if (cause.kind == FS_CAUSE_INTERRUPTED && cause.rank == rank) {
         PyErr_SetNone(PyExc_KeyboardInterrupt);
@@ -47,9 +61,8 @@ raise_cause(const fs_job *job, int rank, int threads)
     }
     char report[FS_MESSAGE_NBYTES];
     fs_job_report(job, report, sizeof report);
-    if (!threads && !said) {
-        said = 1;
-        PySys_FormatStderr("flatshard: rank %d stops: %s\n", rank, report);
+    if (!threads && fs_job_tell_once(job)) {
+        tell(rank, report);
     }
     raise_ours(names[cause.kind], report);
 }
@@ -110,7 +123,7 @@ fs_raise(fs_status status, fs_world *world)
 }
 
 PyObject *
-fs_raise_job(const fs_job *job, int rank)
+fs_raise_job(fs_job *job, int rank)
 {
     if (!PyErr_Occurred()) {
         raise_cause(job, rank, fs_job_is_threads(job));

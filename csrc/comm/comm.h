@@ -85,13 +85,44 @@ fs_job_create(int size, fs_job **out, int *out_data_fd, int *out_lock_fd);
 FS_NODISCARD fs_status
 fs_job_join(const fs_join *join, fs_job **out);
 
-/* Marks the calling rank as gone, with a reason (an exception's text, or NULL for a clean end):
- * peers that wait for it raise at once. Called by close, by atexit, and by a rank thread's
- * finally. */
-void fs_job_leave(fs_job *job, int rank, const char *reason);
+/* Marks the calling rank as gone, and says how: failed with an exception (every wait of the job
+ * ends at once), or in peace (waits for this rank end). text may be NULL. Called by close, by
+ * atexit, and by a rank thread's finally; the first call counts. */
+void fs_job_leave(fs_job *job, int rank, bool failed, const char *text);
+
+/* Keeps a line of this rank's log; the last few stand in reports that name it as late. */
+void fs_job_say(fs_job *job, int rank, const char *text);
+
+/* True the first time in this process: whoever asks writes the report of the end. */
+bool fs_job_tell_once(fs_job *job);
 
 /* Asked by every wait of worlds opened on the job from now on, as by fs_world_set_interrupted. */
 void fs_job_set_interrupted(fs_job *job, fs_interrupted interrupted, void *ctx);
+
+// ---- where a late rank is -----------------------------------------------------------------------
+
+/* In a job of threads: writes the Python lines of a thread (pthread_self) as faulthandler does,
+ * innermost first, '  File "F", line N in FUNCTION' each, and returns their length. Called by a
+ * failing rank's thread, without locks held. */
+typedef size_t (*fs_locate)(int64_t thread, char *lines, size_t nbytes);
+void fs_job_set_locate(fs_job *job, fs_locate locate);
+
+/* In a job of processes: lets this rank be asked, by a real-time signal, where it is. Installs a
+ * handler that stays for the life of the process, and opens a descriptor for the lines. The caller
+ * puts a handler before ours that writes the lines of the interrupted thread there and then calls
+ * ours; then it says so (ready). number: the signal, 0: the first that is free from
+ * FS_ANSWER_SIGNAL on. *out_number is 0 where this is not to be had (threads, no /proc, no free
+ * signal, a second job): reports then name the line of the last operation. A handler that the
+ * signal had before is called for signals that nobody of ours sent. */
+#define FS_ANSWER_SIGNAL 54 /* SIGRTMIN + 20 where the C library takes two */
+FS_NODISCARD fs_status
+fs_job_answer_open(fs_job *job, int number, int *out_number, int *out_fd);
+void fs_job_answer_ready(fs_job *job);
+/* Is that handler still the one that the signal reaches? Then the caller may take it away. */
+bool fs_job_answer_is_on_top(const fs_job *job);
+/* Not asked any more; closes the descriptor (unless the signal has another handler now, which may
+ * call the one that writes). Does nothing in a forked child. */
+void fs_job_answer_close(fs_job *job);
 
 /* Ends the job from outside of its ranks (Ctrl-C in the thread that waits for rank threads): every
  * wait of every rank fails with FS_CAUSE_INTERRUPTED, rank -1. */
@@ -142,8 +173,21 @@ fs_deadlines fs_world_deadlines(const fs_world *world);
 
 // ---- what this rank is doing --------------------------------------------------------------------
 
+typedef enum fs_op {
+    FS_OP_BARRIER = 1, FS_OP_ALL_GATHER, FS_OP_REDUCE_SCATTER, FS_OP_ALL_REDUCE, FS_OP_BROADCAST,
+    FS_OP_ALL_TO_ALL, FS_OP_SPLIT, FS_OP_REGION, FS_OP_OPEN, FS_OP_SETTLE, FS_OP_AGREE,
+    FS_OP_UPDATE, FS_OP_PUBLISH, FS_OP_STORE, FS_OP_SAVE, FS_OP_LOAD, FS_OP_HASH, FS_OP_LOSS,
+    FS_OP_FREEZE, FS_OP_CLOSE,
+    FS_OP_SKIP, /* a rank whose batch failed: goes with whatever FS_OP_LOSS or FS_OP_SETTLE the
+                 * others are at, without a say in what is compared */
+    FS_OP_GATHER, FS_OP_REDUCE /* of a unit; no fence of their own */
+} fs_op;
+
 /* Stored before any call that may wait; everyone may read it. Strings are copied (and cut). */
 void fs_world_note_line(fs_world *world, const char *file, int line);
+/* This rank gathers or reduces unit, until it comes to a fence. */
+void fs_world_note_op(fs_world *world, fs_op op, const char *unit);
+/* The step, -1: none; and the unit, NULL: none, until it is noted again. */
 void fs_world_note_unit(fs_world *world, const char *unit, int64_t step);
 
 /* Asked in every wait of this rank but those with FS_NOSIG, every 50 ms; true ends the job with
@@ -175,15 +219,6 @@ fs_world_add_idle(fs_world *world, fs_idle idle, void *ctx);
 void fs_world_remove_idle(fs_world *world, fs_idle idle, void *ctx);
 
 /* What is compared at a fence; a difference is FS_CAUSE_MISMATCH on all ranks, naming both. */
-typedef enum fs_op {
-    FS_OP_BARRIER = 1, FS_OP_ALL_GATHER, FS_OP_REDUCE_SCATTER, FS_OP_ALL_REDUCE, FS_OP_BROADCAST,
-    FS_OP_ALL_TO_ALL, FS_OP_SPLIT, FS_OP_REGION, FS_OP_OPEN, FS_OP_SETTLE, FS_OP_AGREE,
-    FS_OP_UPDATE, FS_OP_PUBLISH, FS_OP_STORE, FS_OP_SAVE, FS_OP_LOAD, FS_OP_HASH, FS_OP_LOSS,
-    FS_OP_FREEZE, FS_OP_CLOSE,
-    FS_OP_SKIP /* a rank whose batch failed: goes with whatever FS_OP_LOSS or FS_OP_SETTLE the
-                * others are at, without a say in what is compared */
-} fs_op;
-
 typedef struct fs_what {
     fs_op op;
     int32_t dtype;   /* fs_dtype, or -1 */

@@ -87,7 +87,8 @@ fs_job_page_init(fs_job_page *page, int size, uint64_t nonce)
         fs_note_init(&page->slot[r].note);
     }
     fs_world_page_init((fs_world_page *)((unsigned char *)page + page->root_at), size);
-    atomic_store(&page->end, fs_round_up(page->nbytes, fs_page_nbytes()));
+    page->answers_at = fs_round_up(page->nbytes, fs_page_nbytes());
+    atomic_store(&page->end, page->answers_at + (uint64_t)size * FS_ANSWER_NBYTES);
     page->magic = FS_JOB_MAGIC; /* last: who waits for the file to be ready looks at it */
 }
 
@@ -102,7 +103,7 @@ fs_job_new(int size, fs_job **out)
     FS_TRY(fs_calloc(1, sizeof *job, &job));
     atomic_store(&job->refs, 1);
     job->size = size;
-    job->self = job->data_fd = job->lock_fd = -1;
+    job->self = job->data_fd = job->lock_fd = job->answer_fd = -1;
     job->generation = fs_fork_generation();
     (void)pthread_mutex_init(&job->lock, NULL);
     *out = job;
@@ -142,6 +143,7 @@ fs_job_close(fs_job *job)
     if (job->threads) {
         fs_arena_close(&job->memory);
     } else {
+        fs_job_answer_close(job);
         if (job->page != NULL) {
             (void)munmap(job->page, job->page->nbytes);
         }
@@ -158,7 +160,7 @@ fs_job_close(fs_job *job)
 }
 
 void
-fs_job_leave(fs_job *job, int rank, const char *reason)
+fs_job_leave(fs_job *job, int rank, bool failed, const char *text)
 {
     if (job == NULL || fs_job_is_forked(job) || rank < 0 || rank >= job->size) {
         return;
@@ -167,12 +169,30 @@ fs_job_leave(fs_job *job, int rank, const char *reason)
     if (atomic_load(&slot->left) != FS_HERE) {
         return;
     }
-    if (reason != NULL) {
-        size_t n = strnlen(reason, sizeof slot->reason - 1);
-        memcpy(slot->reason, reason, n);
+    if (text != NULL) {
+        size_t n = strnlen(text, sizeof slot->reason - 1);
+        memcpy(slot->reason, text, n);
         slot->reason[n] = '\0';
     }
-    atomic_store(&slot->left, reason != NULL ? FS_LEFT_FAILED : FS_LEFT);
+    atomic_store(&slot->left, failed ? FS_LEFT_FAILED : FS_LEFT);
+}
+
+void
+fs_job_say(fs_job *job, int rank, const char *text)
+{
+    if (fs_job_is_forked(job) || rank < 0 || rank >= job->size) {
+        return;
+    }
+    fs_slot *slot = &job->page->slot[rank];
+    uint32_t n = atomic_load_explicit(&slot->said_n, memory_order_relaxed);
+    fs_note_store(slot->said[n % FS_SAID_N], FS_SAID_NBYTES, text);
+    atomic_store(&slot->said_n, n + 1);
+}
+
+bool
+fs_job_tell_once(fs_job *job)
+{
+    return !atomic_exchange(&job->told, true);
 }
 
 // ---- cause --------------------------------------------------------------------------------------

@@ -84,6 +84,9 @@ fs_meet(fs_world *world, const fs_what *what, const fs_payload *mine, fs_payload
         memset(&rec->payload, 0, sizeof rec->payload);
     }
     fs_note *note = &world->job->page->slot[world->ranks[world->rank]].note;
+    if (atomic_load_explicit(&note->op, memory_order_relaxed) >= FS_OP_GATHER) {
+        fs_note_store(note->unit, FS_NOTE_UNIT_NBYTES, ""); /* this is not about a unit */
+    }
     atomic_store_explicit(&note->op, (int32_t)what->op, memory_order_relaxed);
     atomic_store_explicit(&rec->fence, k + 1, memory_order_release);
     atomic_fetch_add(&page->arrived, 1);

@@ -43,6 +43,7 @@ fs_op_name(fs_op op)
         [FS_OP_HASH] = "hash",           [FS_OP_LOSS] = "loss",
         [FS_OP_CLOSE] = "close",         [FS_OP_SKIP] = "skip of the step",
         [FS_OP_FREEZE] = "freezing of parameters",
+        [FS_OP_GATHER] = "gather",       [FS_OP_REDUCE] = "reduce",
     };
     size_t i = (size_t)op;
     return i < sizeof names / sizeof names[0] && names[i] != NULL ? names[i] : "nothing yet";
@@ -51,6 +52,8 @@ fs_op_name(fs_op op)
 static void
 add_cause(text *out, fs_job *job, fs_cause cause, double seconds)
 {
+    const fs_slot *slot;
+    uint32_t left;
     char pid[32] = "";
     if (cause.pid != 0) {
         (void)snprintf(pid, sizeof pid, " (pid %lld)", (long long)cause.pid);
@@ -60,14 +63,17 @@ add_cause(text *out, fs_job *job, fs_cause cause, double seconds)
         add(out, "still waiting after %.1f s", seconds);
         break;
     case FS_CAUSE_DIED:
-        add(out, "rank %d%s died", cause.rank, pid);
+        add(out, "rank %d%s died: its process ended without a word (a signal, a crash, os._exit)",
+            cause.rank, pid);
         break;
     case FS_CAUSE_LEFT:
-        if (atomic_load(&job->page->slot[cause.rank].left) == FS_LEFT_FAILED) {
-            add(out, "rank %d%s failed: %s", cause.rank, pid, job->page->slot[cause.rank].reason);
+        slot = &job->page->slot[cause.rank];
+        left = atomic_load(&slot->left);
+        if (left == FS_LEFT_FAILED) {
+            add(out, "rank %d%s failed: %s", cause.rank, pid, slot->reason);
         } else {
-            add(out, "rank %d%s left: it closed its world or ended while others need it",
-                cause.rank, pid);
+            add(out, "rank %d%s left: %s while others need it", cause.rank, pid,
+                left == FS_LEFT && slot->reason[0] != '\0' ? slot->reason : "it closed its world");
         }
         break;
     case FS_CAUSE_TIMEOUT:
@@ -120,23 +126,6 @@ add_what(text *out, const fs_what *what)
 }
 
 #ifndef FS_THREADS_ONLY
-/* The letter of the process's state, or 0 if it is gone or not ours to see. */
-static char
-process_state(int64_t pid)
-{
-    char path[64], line[512];
-    (void)snprintf(path, sizeof path, "/proc/%lld/stat", (long long)pid);
-    FILE *file = fopen(path, "re");
-    if (file == NULL) {
-        return 0;
-    }
-    size_t n = fread(line, 1, sizeof line - 1, file);
-    (void)fclose(file);
-    line[n] = '\0';
-    const char *end = strrchr(line, ')'); /* the name before it may hold anything */
-    return end != NULL && end[1] == ' ' ? end[2] : 0;
-}
-
 static void
 add_process(text *out, fs_job *job, int rank)
 {
@@ -150,12 +139,12 @@ add_process(text *out, fs_job *job, int rank)
         add(out, "; its process is gone");
         return;
     }
-    switch (pid != 0 ? process_state(pid) : 0) {
+    switch (pid != 0 ? fs_process_state(pid) : 0) {
     case 'T':
-        add(out, "; its process is stopped (SIGSTOP)");
+        add(out, "; its process is stopped (SIGSTOP), and that line its last known one");
         break;
     case 't':
-        add(out, "; its process is stopped by a debugger");
+        add(out, "; its process is stopped by a debugger, and that line its last known one");
         break;
     case 'D':
         add(out, "; its process waits for a disk or device");
@@ -180,11 +169,23 @@ add_process(text *out, fs_job *job, int rank)
 }
 #endif
 
+/* The last lines of a rank's log, oldest first. */
+static void
+add_said(text *out, const fs_slot *slot)
+{
+    char line[FS_SAID_NBYTES];
+    uint32_t end = atomic_load(&slot->said_n);
+    for (uint32_t i = end > FS_SAID_N ? end - FS_SAID_N : 0; i < end; i++) {
+        fs_note_load(slot->said[i % FS_SAID_N], sizeof line, line);
+        add(out, "\n    its log: %s", line);
+    }
+}
+
 static void
 add_rank(text *out, fs_job *job, int rank, const fs_rec *rec, bool in_fence, bool come)
 {
     fs_slot *slot = &job->page->slot[rank];
-    char file[FS_NOTE_FILE_NBYTES], unit[FS_NOTE_UNIT_NBYTES];
+    char file[FS_NOTE_FILE_NBYTES], unit[FS_NOTE_UNIT_NBYTES], now[512];
     fs_note_load(slot->note.file, sizeof file, file);
     fs_note_load(slot->note.unit, sizeof unit, unit);
     int line = atomic_load(&slot->note.line);
@@ -199,10 +200,8 @@ add_rank(text *out, fs_job *job, int rank, const fs_rec *rec, bool in_fence, boo
         add_what(out, &rec->what);
     } else {
         int op = atomic_load(&slot->note.op);
-        add(out, "%slast in %s", in_fence ? "has not come; " : "", fs_op_name((fs_op)op));
-        if (atomic_load(&slot->note.waiting)) {
-            add(out, ", waiting");
-        }
+        add(out, "%s%s in %s", in_fence ? "has not come; " : "",
+            atomic_load(&slot->note.waiting) ? "waits" : "last", fs_op_name((fs_op)op));
     }
     if (unit[0] != '\0') {
         add(out, ", unit %s", unit);
@@ -213,13 +212,19 @@ add_rank(text *out, fs_job *job, int rank, const fs_rec *rec, bool in_fence, boo
     if (file[0] != '\0') {
         add(out, ", at %s:%d", file, line);
     }
+    if (!come && fs_job_where(job, rank, now, sizeof now) != 0) {
+        add(out, "; now at %s", now);
+    }
     uint32_t left = atomic_load(&slot->left);
     if (left == FS_LEFT_FAILED) {
         add(out, "; failed: %s", slot->reason);
     } else if (left == FS_LEFT) {
         add(out, "; left");
-    } else if (!come) {
+    } else if (!come && !atomic_load(&slot->note.waiting)) {
         add_process(out, job, rank);
+    }
+    if (!come) {
+        add_said(out, slot);
     }
 }
 
@@ -243,12 +248,17 @@ fs_report_format(fs_job *job, const fs_world *world, fs_cause cause, double seco
     }
     /* Who has not come is what the reader looks for: first. */
     int size = world != NULL ? world->size : job->size, named = 0;
+    bool waits[FS_RANKS_MAX]; /* looked at once: a rank may move meanwhile */
+    for (int r = 0; r < size; r++) {
+        const fs_slot *slot = &job->page->slot[world != NULL ? world->ranks[r] : r];
+        waits[r] = in_fence ? fs_world_has_come(world, r) : atomic_load(&slot->note.waiting) != 0;
+    }
     for (int pass = 0; pass < 2; pass++) {
         for (int r = 0; r < size; r++) {
             const fs_rec *rec = world != NULL ? &world->page->member[r].rec[k & 1] : NULL;
-            bool come = in_fence && atomic_load(&rec->fence) == k + 1;
-            if (come == (pass == 1) && named++ < FS_REPORT_RANKS_MAX) {
-                add_rank(&out, job, world != NULL ? world->ranks[r] : r, rec, in_fence, come);
+            if (waits[r] == (pass == 1) && named++ < FS_REPORT_RANKS_MAX) {
+                add_rank(&out, job, world != NULL ? world->ranks[r] : r, rec, in_fence,
+                         in_fence && waits[r]);
             }
         }
     }

@@ -51,9 +51,24 @@ typedef struct fs_note {
 
 typedef enum fs_left { FS_HERE = 0, FS_LEFT = 1, FS_LEFT_FAILED = 2 } fs_left;
 
+/* The last lines of a rank's log. */
+#define FS_SAID_N 4
+#define FS_SAID_NBYTES 192
+
+/* Where a rank is, asked once when the job fails: see locate.c. */
+typedef enum fs_answer { FS_ANSWER_NONE = 0, FS_ANSWER_ASKED = 1, FS_ANSWER_GIVEN = 2 } fs_answer;
+/* What 100 frames of Python take at most, with names of 500 characters. */
+#define FS_ANSWER_NBYTES ((size_t)128 * 1024)
+
 typedef struct fs_slot {
     _Alignas(FS_CACHE_LINE) _Atomic int64_t pid; /* 0: has not joined yet */
     _Atomic uint32_t left;                       /* fs_left; publishes reason */
+    _Atomic int64_t thread;                      /* that opened the world; see fs_thread_id */
+    _Atomic int32_t answer_signal;               /* 0: does not answer */
+    _Atomic uint32_t answer;                     /* fs_answer; publishes answer_nbytes */
+    _Atomic uint32_t answer_nbytes;
+    _Atomic uint32_t said_n; /* lines so far; the last FS_SAID_N of them are kept */
+    _Atomic uint64_t said[FS_SAID_N][FS_SAID_NBYTES / 8];
     char reason[FS_REASON_NBYTES];
     /* Written by this rank before it tries to set abort; read only if it won, so published by
      * abort. */
@@ -92,13 +107,14 @@ typedef struct fs_world_page {
 } fs_world_page;
 
 #define FS_JOB_MAGIC 0x626f6a6472616873u /* "shardjob" */
-#define FS_JOB_LAYOUT 1u                 /* changes when these structs do */
+#define FS_JOB_LAYOUT 2u                 /* changes when these structs do */
 
 typedef struct fs_job_page {
     uint64_t magic;
     uint32_t layout, size;
     uint64_t nonce; /* random; ranks of one job agree on it */
     size_t nbytes, root_at;
+    uint64_t answers_at; /* FS_ANSWER_NBYTES of the data file for each rank, mapped by nobody */
     _Alignas(FS_CACHE_LINE) _Atomic uint64_t abort; /* packed cause, 0: none; publishes a report */
     _Atomic uint64_t end;                           /* next free offset of the data file */
     fs_slot slot[];
@@ -120,6 +136,9 @@ struct fs_job {
     fs_job_page *page;
     fs_arena memory; /* of page, in a thread job */
     int data_fd, lock_fd;
+    int answer_fd;             /* -1: this process does not answer */
+    fs_locate locate;          /* NULL: lines are those of the last operations */
+    _Atomic bool told;         /* this process has written the report of the end */
     fs_interrupted interrupted; /* of worlds opened from now on */
     void *interrupted_ctx;
     pthread_mutex_t lock; /* guards what follows. A leaf: nothing is waited for while it is held */
@@ -222,6 +241,20 @@ void fs_note_init(fs_note *note);
 void fs_note_store(_Atomic uint64_t *words, size_t nbytes, const char *text);
 void fs_note_load(const _Atomic uint64_t *words, size_t nbytes, char *text);
 
+// ---- locate.c -----------------------------------------------------------------------------------
+
+/* Asks the ranks that keep world waiting where they are, and waits for the answers so long. */
+void fs_world_locate(const fs_world *world, int64_t patience_ns);
+/* Where rank is now, as far as it has answered (a rank that is a thread need not): "file:line in
+ * function, called at file:line in function, ..."; returns the length, 0: not known. */
+size_t fs_job_where(fs_job *job, int rank, char *text, size_t nbytes);
+/* Of the calling thread: its number in the kernel, or pthread_self in a job of threads. */
+int64_t fs_thread_id(const fs_job *job);
+#ifndef FS_THREADS_ONLY
+/* The letter of a process's state ('T': stopped), or 0 if it is gone or not ours to see. */
+char fs_process_state(int64_t pid);
+#endif
+
 // ---- join.c -------------------------------------------------------------------------------------
 
 /* In a job of processes: does rank still hold its lock? *out_pid: its process as seen from here,
@@ -286,6 +319,8 @@ void fs_room_read(const char *root, fs_room *out);
 // ---- wait.c -------------------------------------------------------------------------------------
 
 int64_t fs_now_ns(void);
+/* Has rank (of world) come to the fence that this rank is in? */
+bool fs_world_has_come(const fs_world *world, int rank);
 /* Aborts with a report about world; text of the report goes to the rank's slot first. */
 void fs_world_abort(fs_world *world, fs_cause_kind kind, int culprit, double seconds);
 void fs_world_queue_event(fs_world *world, const char *text);

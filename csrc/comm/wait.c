@@ -169,6 +169,11 @@ fs_world_aborted(const fs_world *world)
     return FS_FAIL(FS_ABORTED, "%s", text);
 }
 
+/* How long late ranks get to say where they are. A launcher may kill the survivors of a death
+ * within a tenth of a second; whoever answers at all does it within microseconds. */
+#define FS_LOCATE_LOST_NS 30000000
+#define FS_LOCATE_LATE_NS 500000000
+
 void
 fs_world_abort(fs_world *world, fs_cause_kind kind, int culprit, double seconds)
 {
@@ -181,15 +186,21 @@ fs_world_abort(fs_world *world, fs_cause_kind kind, int culprit, double seconds)
     if (culprit >= 0 && !job->threads) {
         cause.pid = atomic_load(&job->page->slot[culprit].pid);
     }
+    if (kind != FS_CAUSE_MISMATCH && kind != FS_CAUSE_INTERRUPTED) {
+        fs_world_locate(world,
+                        kind == FS_CAUSE_TIMEOUT ? FS_LOCATE_LATE_NS : FS_LOCATE_LOST_NS);
+    }
+    if (atomic_load(&job->page->abort) != 0) {
+        return;
+    }
     fs_report_format(job, world, cause, seconds, job->page->slot[reporter].report,
                      FS_REPORT_NBYTES);
     (void)fs_job_abort(job, reporter, kind, culprit);
     ring(world);
 }
 
-/* Has rank (of world) come to the fence that this rank is in? */
-static bool
-has_come(const fs_world *world, int rank)
+bool
+fs_world_has_come(const fs_world *world, int rank)
 {
     const fs_rec *rec = &world->page->member[rank].rec[world->fences & 1];
     return atomic_load(&rec->fence) == world->fences + 1;
@@ -200,10 +211,10 @@ has_come(const fs_world *world, int rank)
 static int
 find_late(const fs_world *world)
 {
-    bool in_fence = has_come(world, world->rank);
+    bool in_fence = fs_world_has_come(world, world->rank);
     for (int r = 0; r < world->size; r++) {
         int job_rank = world->ranks[r];
-        if (in_fence ? !has_come(world, r)
+        if (in_fence ? !fs_world_has_come(world, r)
                      : r != world->rank &&
                            atomic_load(&world->job->page->slot[job_rank].note.waiting) == 0) {
             return job_rank;
@@ -222,10 +233,10 @@ look_for_lost(fs_world *world)
         fs_world_abort(world, kind, lost, 0);
         return;
     }
-    bool in_fence = has_come(world, world->rank);
+    bool in_fence = fs_world_has_come(world, world->rank);
     for (int r = 0; r < world->size; r++) {
         int job_rank = world->ranks[r];
-        if (r != world->rank && !(in_fence && has_come(world, r)) &&
+        if (r != world->rank && !(in_fence && fs_world_has_come(world, r)) &&
             (atomic_load(&world->page->member[r].closed) != 0 ||
              atomic_load(&world->job->page->slot[job_rank].left) != FS_HERE)) {
             fs_world_abort(world, FS_CAUSE_LEFT, job_rank, 0);

@@ -86,6 +86,7 @@ fs_world_open(fs_job *job, int rank, const fs_exec *exec, const fs_deadlines *de
         world->ranks[r] = r;
     }
     world->root = true;
+    atomic_store(&job->page->slot[rank].thread, fs_thread_id(job));
     world->page = (fs_world_page *)((unsigned char *)job->page + job->page->root_at);
     if (rank == 0) {
         fs_ledger_charge(&world->ledger, FS_MEM_WINDOWS, true, job->page->nbytes);
@@ -111,7 +112,7 @@ world_leave(fs_world *world)
         atomic_store(&world->page->member[world->rank].closed, 1);
         fs_windows_close(world);
         if (world->root) {
-            fs_job_leave(job, world->ranks[world->rank], NULL);
+            fs_job_leave(job, world->ranks[world->rank], false, NULL);
         } else {
             bool last = atomic_fetch_sub(&world->page->open, 1) == 1;
             fs_span_unmap(job, world->page, world->page_nbytes);
@@ -393,6 +394,14 @@ fs_world_note_line(fs_world *world, const char *file, int line)
     }
     fs_note_store(note->file, FS_NOTE_FILE_NBYTES, file);
     atomic_store_explicit(&note->line, line, memory_order_relaxed);
+}
+
+void
+fs_world_note_op(fs_world *world, fs_op op, const char *unit)
+{
+    fs_note *note = note_of(world);
+    fs_note_store(note->unit, FS_NOTE_UNIT_NBYTES, unit);
+    atomic_store_explicit(&note->op, (int32_t)op, memory_order_relaxed);
 }
 
 void

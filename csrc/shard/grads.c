@@ -71,7 +71,7 @@ open_slot(fs_shards *shards, int u)
     }
     slot_wait wait = {shards, shards->slot_tenant[layout->slot]};
     if (!slot_is_free(&wait)) {
-        fs_world_note_unit(shards->world, layout->name, -1);
+        fs_world_note_op(shards->world, FS_OP_REDUCE, layout->name);
         FS_TRY(fs_wait(shards->world, slot_is_free, &wait, 0));
     }
     size_t params_n = (size_t)(layout->end - layout->first);
@@ -243,7 +243,7 @@ fs_grad_publish(fs_shards *shards, int u, bool keep_local)
         return FS_FAIL(FS_ESTATE, "rank %d: unit %s was already reduced in this micro-batch",
                        shards->rank, shards->layout->units[u].name);
     }
-    fs_world_note_unit(shards->world, shards->layout->units[u].name, -1);
+    fs_world_note_op(shards->world, FS_OP_REDUCE, shards->layout->units[u].name);
     shards->units[u].complete = true;
     while (shards->cursor < shards->layout->order_n &&
            shards->units[shards->layout->order[shards->cursor]].complete) {

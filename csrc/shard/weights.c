@@ -93,7 +93,7 @@ fs_unit_gather(fs_shards *shards, int u, const void **out)
     size_t at = layout->units[u].at_n * fs_param_nbytes(shards);
     FS_TRY(fs_shards_ready(shards));
     if (shards->policy.weights == FS_WEIGHTS_SHARD && unit->gathers == 0) {
-        fs_world_note_unit(shards->world, layout->units[u].name, -1);
+        fs_world_note_op(shards->world, FS_OP_GATHER, layout->units[u].name);
         FS_TRY(gather_into_pool(shards, u));
     }
     unit->gathers++;

@@ -7,16 +7,25 @@ stderr.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from .errors import ConfigError
 
-__all__ = ["every_rank", "logger", "set_rank", "setup", "warn_unknown_variables"]
+__all__ = [
+    "every_rank",
+    "logger",
+    "set_keep",
+    "set_rank",
+    "setup",
+    "tell",
+    "warn_unknown_variables",
+]
 
 logger = logging.getLogger("flatshard")
 
@@ -29,6 +38,9 @@ _rank = threading.local()
 _process_rank = int(os.environ["RANK"]) if os.environ.get("RANK", "").isdecimal() else 0
 _everyone = False
 
+Keep = Callable[[str], object]
+_process_keep: Keep | None = None
+
 
 def set_rank(rank: int, *, thread_only: bool) -> None:
     """Says which rank this thread (a rank that is a thread) or this process speaks for."""
@@ -39,12 +51,31 @@ def set_rank(rank: int, *, thread_only: bool) -> None:
         _process_rank = rank
 
 
+def set_keep(keep: Keep | None, *, thread_only: bool) -> None:
+    """Who keeps the last lines of this rank, for the report that names it as late."""
+    global _process_keep
+    if thread_only:
+        _rank.keep = keep
+    else:
+        _process_keep = keep
+
+
+def _kept(record: logging.LogRecord) -> None:
+    keep: Keep | None = getattr(_rank, "keep", None) or _process_keep
+    if keep is None:
+        return
+    with contextlib.suppress(Exception):  # a record that cannot be formatted is told by its handler
+        line = record.getMessage().split("\n", 1)[0]
+        keep(f"{record.levelname.lower()}: {line}")
+
+
 class _Ranks(logging.Filter):
     """Puts the rank into each record; drops what other ranks than 0 say, unless asked for."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = getattr(_rank, "value", _process_rank)
         record.rank = rank
+        _kept(record)
         return rank == 0 or _everyone or getattr(record, "every_rank", False)
 
 
@@ -76,6 +107,23 @@ def setup(environment: Mapping[str, str] = os.environ) -> None:
     if not logger.handlers:
         logger.addFilter(_Ranks())
         logger.addHandler(_Stderr())
+
+
+def tell(rank: int, text: str) -> None:
+    """Says why this rank stops, before anybody can end its process for it.
+
+    The program's handlers get the record; stderr gets the text, from them or from here.
+    """
+    text = f"rank {rank} stops: {text}"
+    handlers = logging.getLogger().handlers
+    if handlers:
+        logger.error("%s", text, extra=every_rank)
+    streams = [
+        getattr(handler, "stream", None) for handler in handlers if handler.level <= logging.ERROR
+    ]
+    if sys.stderr is not None and sys.stderr not in streams:
+        sys.stderr.write(f"flatshard error (rank {rank}): {text}\n")
+        sys.stderr.flush()
 
 
 def warn_unknown_variables(

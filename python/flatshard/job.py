@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from . import _core, _log, _start
+from . import _core, _locate, _log, _start
 from .errors import ConfigError
 from .world import World, reason_of
 
@@ -113,7 +113,9 @@ def init(
     place = _start.find_place()
     _log.set_rank(place.rank, thread_only=False)
     job = _join(place, timeout)
+    _log.set_keep(lambda text: job.say(place.rank, text), thread_only=False)
     try:
+        _locate.start(job)
         core = job.world(
             rank=place.rank,
             ranks=place.local_size,
@@ -122,8 +124,8 @@ def init(
             threads=threads or 0,
         )
     except BaseException as error:
-        job.leave(place.rank, reason_of(error))
-        job.close()
+        job.leave(place.rank, True, reason_of(error))
+        _end(job)
         raise
     if _Process.worlds == 0:
         atexit.register(_at_exit)
@@ -158,7 +160,13 @@ def _join(place: _start.Place, timeout: float) -> _core.Job:
 def _forget() -> None:
     job, _Process.world, _Process.job = _Process.job, None, None
     if job is not None:
-        job.close()
+        _end(job)
+
+
+def _end(job: _core.Job) -> None:
+    _log.set_keep(None, thread_only=False)
+    _locate.stop(job)
+    job.close()
 
 
 def _main_thread_ended() -> None:
@@ -167,7 +175,7 @@ def _main_thread_ended() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if world is not None and error is not None:
         with contextlib.suppress(RuntimeError):
-            world._core.leave(reason_of(error))
+            world._core.leave(True, reason_of(error))
 
 
 def _at_exit() -> None:
@@ -178,7 +186,9 @@ def _at_exit() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     with contextlib.suppress(RuntimeError):  # another thread is in a call: leaving has told it
         if error is not None:
-            world._core.leave(reason_of(error))
+            world._core.leave(True, reason_of(error))
+        else:
+            world._core.leave(False, "its program ended (sys.exit, or the end of the script)")
         world.close()
 
 
@@ -278,6 +288,7 @@ class _Rank:
         reason = None
         world = None
         _log.set_rank(self.rank, thread_only=True)
+        _log.set_keep(lambda text: job.say(self.rank, text), thread_only=True)
         try:
             core = job.world(
                 rank=self.rank,
@@ -297,7 +308,8 @@ class _Rank:
                 _Rank._failures += 1
                 self.failed_at = _Rank._failures
         finally:
-            job.leave(self.rank, reason)
+            job.leave(self.rank, reason is not None, reason or "its function returned")
+            _log.set_keep(None, thread_only=True)
             _of_thread.world = None
             if world is not None:
                 with contextlib.suppress(RuntimeError):

@@ -7,6 +7,7 @@ Worlds are made in job.py.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar, overload
@@ -106,7 +107,7 @@ class World:
     ) -> None:
         if error is not None:
             with contextlib.suppress(RuntimeError):  # closed in the block
-                self._core.leave(reason_of(error))
+                self._core.leave(True, reason_of(error))
         self.close()
 
     # ---- collectives ------------------------------------------------------------------------
@@ -502,10 +503,27 @@ class World:
         self._on_close()
 
 
+PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+LONGEST_TEXT = 600  # of an exception, so that its place is told too
+
+
 def reason_of(error: BaseException) -> str:
-    """What peers are told of an exception: its type and text."""
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """What peers are told of an exception: its type, its text, and the line that raised it."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be had)"
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if len(said) > LONGEST_TEXT:
+        said = said[:LONGEST_TEXT] + "..."
+    place = ""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not place or not code.co_filename.startswith(PACKAGE):
+            place = f" (at {code.co_filename}:{trace.tb_lineno} in {code.co_name})"
+        trace = trace.tb_next
+    return said + place
 
 
 def _warn(text: str) -> None:

@@ -55,7 +55,7 @@ run_rank(const process_call *call, rank_body body)
     }
     st = fs_world_open(job, call->rank, serial_exec(), &deadlines, &world);
     if (st != FS_OK) {
-        fs_job_leave(job, call->rank, "could not open");
+        fs_job_leave(job, call->rank, true, "could not open");
         fs_job_close(job);
         return 100 + (int)st;
     }

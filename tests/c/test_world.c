@@ -129,7 +129,7 @@ leaver_body(fs_world *world, void *ctx)
     CHECK_OK(fs_barrier(world));
     if (fs_world_rank(world) == 1) {
         if (reason != NULL) {
-            fs_job_leave(fs_world_job(world), 1, reason);
+            fs_job_leave(fs_world_job(world), 1, true, reason);
         }
         return;
     }
@@ -392,7 +392,7 @@ poison_body(fs_world *world, void *ctx)
     fs_world *part;
     CHECK_OK(fs_world_split(world, rank / 2, 0, &part));
     if (rank == 3) {
-        fs_job_leave(fs_world_job(world), 3, "broke");
+        fs_job_leave(fs_world_job(world), 3, true, "broke");
     } else if (rank == 0 || rank == 2) {
         CHECK_STATUS(fs_barrier(part), FS_ABORTED);
         CHECK(strstr(fs_status_message(), "rank 3 failed: broke") != NULL, "%s",
@@ -431,7 +431,7 @@ tolerant_main(void *opaque)
         call->body(world, call->ctx);
         fs_world_close(world);
     } else {
-        fs_job_leave(call->job, call->rank, "could not open");
+        fs_job_leave(call->job, call->rank, true, "could not open");
     }
     return NULL;
 }

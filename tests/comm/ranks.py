@@ -60,13 +60,26 @@ class Ranks:
             print(text, flush=True)
     """
 
-    def __init__(self, n: int, program: str, *, port: int | None = None, **variables: str) -> None:
+    def __init__(
+        self,
+        n: int,
+        program: str,
+        *,
+        port: int | None = None,
+        path: pathlib.Path | None = None,
+        **variables: str,
+    ) -> None:
+        """With path, the program is a file there; else a text."""
         self.n = n
         text = textwrap.dedent(self.PREAMBLE) + textwrap.dedent(program)
+        command = ["-c", text]
+        if path is not None:
+            path.write_text(text)
+            command = [str(path)]
         port = port or free_port()
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", text],
+                [sys.executable, *command],
                 env=environment(
                     RANK=str(rank),
                     WORLD_SIZE=str(n),

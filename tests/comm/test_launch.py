@@ -329,4 +329,4 @@ def test_torchrun(tmp_path: pathlib.Path) -> None:
     assert end.returncode == 0 and sorted(end.stdout.splitlines()) == ["well 0", "well 1"], end
     end = run("kill")
     assert end.returncode != 0
-    assert "flatshard: rank 0 stops: rank 1" in end.stderr and "died" in end.stderr, end.stderr
+    assert "rank 0 stops: rank 1" in end.stderr and "died" in end.stderr, end.stderr
