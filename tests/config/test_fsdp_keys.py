@@ -51,6 +51,7 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
     refused("transformer_layer_cls_to_wrap", [1], "a list of names"),
     refused("transformer_layer_cls_to_wrap", "A-B", "identifiers"),
     done("transformer_cls_names_to_wrap", "A", units=Units("classes", ("A",))),
+    done("transformer_cls_to_wrap", "A,B", units=Units("classes", ("A", "B"))),
     *noted("min_num_params", 0, 100, 10**8),
     refused("min_num_params", -1, "a whole number from 0"),
     done("state_dict_type", "FULL_STATE_DICT", save="full"),

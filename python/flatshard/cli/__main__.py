@@ -21,11 +21,11 @@ COMMANDS = {
     "fsck": "check the checkpoints of a run, and name what is damaged",
     "export": "a checkpoint's weights as a Hugging Face folder",
     "convert": "what another system saved, as a checkpoint",
+    "config": "check or write FSDP, DeepSpeed and Accelerate configurations",
     "env": "this machine, as flatshard sees it",
 }
 # Commands that people look for and that are not there yet: refused by name.
 LATER = {
-    "config": "check or write FSDP, DeepSpeed and Accelerate configurations",
     "bench": "measure this machine; meanwhile python -m benchmarks does in a clone",
 }
 BAD_USAGE = 2

@@ -6,9 +6,12 @@ ignored. ``Settings.table()`` shows what became of each.
 
 from __future__ import annotations
 
+from .accelerate import accelerate
 from .deepspeed import deepspeed
 from .fsdp import fsdp
+from .own import flatshard, read, to_dict
 from .settings import LATER, Batch, Key, OptimizerSettings, ScheduleSettings, Settings, Units
+from .writing import Written, write
 
 __all__ = [
     "LATER",
@@ -18,6 +21,12 @@ __all__ = [
     "ScheduleSettings",
     "Settings",
     "Units",
+    "Written",
+    "accelerate",
     "deepspeed",
+    "flatshard",
     "fsdp",
+    "read",
+    "to_dict",
+    "write",
 ]

@@ -11,7 +11,7 @@ from .deepspeed_keys import OPTIMIZERS, RULES, SCHEDULES
 from .reading import Reader, load
 from .settings import LATER, Batch, OptimizerSettings, ScheduleSettings, Settings
 
-__all__ = ["AUTO_NAMES", "deepspeed", "read_deepspeed"]
+__all__ = ["AUTO_NAMES", "SHAPES", "TAKES", "deepspeed", "offered", "read_deepspeed"]
 
 #: What ``auto=`` may hold: names of ``transformers.TrainingArguments`` and of the model.
 AUTO_NAMES = (
@@ -24,7 +24,7 @@ _DEFAULT_CLIPPING = 1.0
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 #: Parameters that an optimizer takes, with DeepSpeed's defaults.
-_TAKES: Mapping[str, Mapping[str, Any]] = {
+TAKES: Mapping[str, Mapping[str, Any]] = {
     "Adam": {**_ADAM, "amsgrad": False},
     "AdamW": {**_ADAM, "amsgrad": False},
     "SGD": {"lr": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
@@ -40,7 +40,7 @@ _TAKES: Mapping[str, Mapping[str, Any]] = {
 }
 _WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
 #: Parameters that a schedule takes, with DeepSpeed's defaults; None: it must be given.
-_SHAPES: Mapping[str, Mapping[str, Any]] = {
+SHAPES: Mapping[str, Mapping[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": "lr", **_WARMUP},
     "WarmupDecayLR": {
         "total_num_steps": None,
@@ -366,7 +366,7 @@ def _optimizer(reader: Reader, found: Mapping[str, Any] | None) -> OptimizerSett
     if found is None:
         return None
     if "type" not in found:
-        reader.fail("optimizer.type", f"is missing: expected one of {', '.join(_types())}")
+        reader.fail("optimizer.type", f"is missing: expected one of {', '.join(offered())}")
     asked = str(found["type"])
     name = OPTIMIZERS.get(asked.lower(), "")
     from .. import optim
@@ -380,7 +380,7 @@ def _optimizer(reader: Reader, found: Mapping[str, Any] | None) -> OptimizerSett
     if name == "Adam" and decoupled:
         name = "AdamW"
         _say_type(reader, "the optimizer AdamW: adam_w_mode is true unless it is said")
-    takes = _TAKES[name]
+    takes = TAKES[name]
     for key in given:
         if key not in takes:
             reader.fail(
@@ -392,14 +392,15 @@ def _optimizer(reader: Reader, found: Mapping[str, Any] | None) -> OptimizerSett
     return OptimizerSettings(name, options)
 
 
-def _types() -> list[str]:
+def offered() -> list[str]:
+    """The optimizers that there are."""
     from .. import optim
 
     return [name for name in OPTIMIZERS.values() if hasattr(optim, name)]
 
 
 def _listed() -> str:
-    return ", ".join("Lamb" if name == "LAMB" else name for name in _types())
+    return ", ".join("Lamb" if name == "LAMB" else name for name in offered())
 
 
 def _say_type(reader: Reader, text: str) -> None:
@@ -416,7 +417,7 @@ def _schedule(
     if "type" not in found:
         reader.fail("scheduler.type", f"is missing: expected one of {', '.join(SCHEDULES)}")
     name = found["type"]
-    shape = _SHAPES[name]
+    shape = SHAPES[name]
     given = found.get("params", {})
     for key in given:
         if key not in shape:

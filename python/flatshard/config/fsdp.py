@@ -140,6 +140,11 @@ RULES: Mapping[str, Rule] = {
         lambda v: f"units: {', '.join(v) if v else 'the layers the model names'}",
         alias="transformer_layer_cls_to_wrap",
     ),
+    "transformer_cls_to_wrap": done(
+        checks.names,
+        lambda v: f"units: {', '.join(v) if v else 'the layers the model names'}",
+        alias="transformer_layer_cls_to_wrap",
+    ),
     "min_num_params": done(
         checks.integer(0),
         "least parameters of a unit, with SIZE_BASED_WRAP",
@@ -317,7 +322,7 @@ def read_fsdp(
     found = reader.read(values, RULES, path)
 
     def where(key: str) -> str:
-        return f"{path}.{key}" if path else key
+        return reader.where(path, key)
 
     version = found.get("version", defaults.version)
     stage, reshard, given = _stage(reader, found, version, where)
@@ -442,6 +447,9 @@ def _units(
     reader: Reader, found: Mapping[str, Any], defaults: Defaults, where: Any
 ) -> tuple[Units, set[str]]:
     wrap = found.get("auto_wrap_policy", defaults.wrap)
+    if "auto_wrap_policy" not in found and wrap == "NO_WRAP":
+        text = "Accelerate's default: the whole model is one unit, which saves no gathered memory"
+        reader.row(where("auto_wrap_policy"), wrap, "done", text)
     classes = found.get("transformer_layer_cls_to_wrap", ())
     least = found.get("min_num_params", 0)
     given = {"units"} if "auto_wrap_policy" in found or classes else set()
@@ -452,20 +460,21 @@ def _units(
                 "must be above 0 with SIZE_BASED_WRAP: with 0 the whole model is one unit, which "
                 "saves no memory (NO_WRAP says so)",
             )
-        _demote(reader, "transformer_layer_cls_to_wrap", "no effect under SIZE_BASED_WRAP")
+        _demote(reader, where, "transformer_layer_cls_to_wrap", "no effect under SIZE_BASED_WRAP")
         return Units("size", min_num_params=least), given
-    _demote(reader, "min_num_params", f"no effect under {wrap}")
+    _demote(reader, where, "min_num_params", f"no effect under {wrap}")
     if wrap == "NO_WRAP":
-        _demote(reader, "transformer_layer_cls_to_wrap", "no effect under NO_WRAP")
+        _demote(reader, where, "transformer_layer_cls_to_wrap", "no effect under NO_WRAP")
         return Units("whole"), given
     return (Units("classes", classes) if classes else Units("auto")), given
 
 
-def _demote(reader: Reader, name: str, text: str) -> None:
+def _demote(reader: Reader, where: Any, name: str, text: str) -> None:
     """A key that another one leaves without effect is noted, not done."""
     same = {name, *(key for key, rule in RULES.items() if rule.alias == name)}
+    paths = {where(key) for key in same}
     for i, key in enumerate(reader.rows):
-        if key.path.rpartition(".")[2] in same and key.fate == "done":
+        if key.path in paths and key.fate == "done":
             reader.rows[i] = replace(key, fate="noted", text=text)
 
 

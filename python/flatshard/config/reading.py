@@ -125,15 +125,32 @@ class Reader:
         Values for keys that are "auto".
     from_text : bool
         Every value is a string, as in an environment.
+    names : mapping, optional
+        Path to how the source spells it, where that is not the path.
+    fills : bool
+        Whether "auto" stands for another value; else it is a word as others.
     """
 
     def __init__(
-        self, source: str, *, auto: Mapping[str, Any] | None = None, from_text: bool = False
+        self,
+        source: str,
+        *,
+        auto: Mapping[str, Any] | None = None,
+        from_text: bool = False,
+        names: Mapping[str, str] | None = None,
+        fills: bool = True,
     ) -> None:
         self.source = source
         self.auto = dict(auto or {})
         self.from_text = from_text
+        self.names = dict(names or {})
+        self.fills = fills
         self.rows: list[Key] = []
+
+    def where(self, path: str, key: str) -> str:
+        """A key in a section as the source spells it."""
+        full = f"{path}.{key}" if path else key
+        return self.names.get(full, full)
 
     def fail(self, path: str, text: str) -> NoReturn:
         """Raises ConfigError about a key."""
@@ -168,9 +185,9 @@ class Reader:
         found: dict[str, Any] = {}
         origin: dict[str, str] = {}
         for key, given in values.items():
-            where = f"{path}.{key}" if path else str(key)
             if not isinstance(key, str):
                 self.fail(_quoted(key), "is a key, and keys are strings")
+            where = self.where(path, key)
             rule = rules.get(key)
             if rule is None:
                 self.fail(where, _unknown(key, rules, known))
@@ -193,6 +210,11 @@ class Reader:
             found[name], origin[name] = value, where
         return found
 
+    def section(self, rule: Rule, where: str, given: object) -> dict[str, Any]:
+        """A section that is read apart: checked to be one."""
+        made: dict[str, Any] = self._checked(rule, where, given)
+        return made
+
     def _checked(self, rule: Rule, where: str, given: object) -> Any:
         try:
             return rule.check(given, self.from_text)
@@ -203,7 +225,8 @@ class Reader:
         """The value, and a word about "auto"."""
         fill = rule.auto
         known = fill is not None and all(name in self.auto for name in fill.names)
-        if not (isinstance(given, str) and given.strip().lower() == "auto"):
+        is_auto = isinstance(given, str) and given.strip().lower() == "auto"
+        if not (is_auto and self.fills):
             value = self._checked(rule, where, given)
             if fill is not None and known and fill.must_match:
                 self._match(fill, rule, where, value)

@@ -1,0 +1,147 @@
+"""``flatshard config check F`` and ``write F``: what became of each key, and other forms."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .. import config
+from ..config.deepspeed import AUTO_NAMES
+from ..config.own import KINDS
+from ..config.settings import short
+from ..errors import ConfigError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Reads, shows, converts; 2 where a key is refused (by the caller, from ConfigError)."""
+    it = argparse.ArgumentParser(
+        prog="flatshard config",
+        description="What becomes of each key of an FSDP, DeepSpeed or Accelerate configuration.",
+        allow_abbrev=False,
+    )
+    commands = it.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    check = commands.add_parser(
+        "check", help="print what becomes of each key; status 2 if one is refused"
+    )
+    _reading(check, "file", "FILE")
+    check.add_argument("--json", action="store_true", help="print one JSON object")
+
+    write = commands.add_parser("write", help="write a configuration in another form")
+    write.add_argument("file", metavar="FILE", help="to write, .json or .yaml; - prints it")
+    _reading(write, "--from", "SOURCE", required=True, dest="source")
+    write.add_argument(
+        "--to", choices=KINDS, default="flatshard", help="form to write (default: flatshard)"
+    )
+    write.add_argument("--force", action="store_true", help="replace FILE if it is there")
+
+    options = it.parse_args(arguments)
+    if options.command == "check":
+        return _check(options)
+    return _write(options)
+
+
+def _reading(it: argparse.ArgumentParser, name: str, metavar: str, **more: Any) -> None:
+    """The options by which a configuration is read."""
+    text = "a configuration: JSON or YAML; 'environment' reads what accelerate launch exported"
+    it.add_argument(name, metavar=metavar, help=text, **more)
+    it.add_argument("--kind", choices=KINDS, help="its form (default: told by its keys)")
+    it.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks, which batch sizes are checked against"
+    )
+    it.add_argument(
+        "--auto",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what fills an 'auto', as learning_rate=3e-5; may be repeated",
+    )
+    it.add_argument(
+        "--trainer",
+        action="store_true",
+        help="count an 'auto' that the Trainer fills as filled",
+    )
+
+
+def _read(source: str, options: argparse.Namespace) -> config.Settings:
+    if options.world_size is not None and options.world_size < 1:
+        raise ConfigError(f"--world-size {options.world_size}: expected at least 1")
+    auto: dict[str, Any] = dict.fromkeys(AUTO_NAMES, config.LATER) if options.trainer else {}
+    for pair in options.auto:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in AUTO_NAMES:
+            raise ConfigError(
+                f"--auto {pair}: expected NAME=VALUE, NAME one of {', '.join(AUTO_NAMES)}"
+            )
+        try:
+            auto[name] = json.loads(value)
+        except ValueError:
+            raise ConfigError(f"--auto {pair}: {value!r} is no number, true or false") from None
+    return config.read(
+        os.environ if source == "environment" else source,
+        kind=options.kind or ("accelerate" if source == "environment" else None),
+        world_size=options.world_size,
+        auto=auto,
+    )
+
+
+def _check(options: argparse.Namespace) -> int:
+    settings = _read(options.file, options)
+    if options.world_size is not None:
+        settings.check_world(options.world_size)
+    if options.json:
+        rows = [
+            {
+                "key": key.path,
+                "value": short(key.value) + key.auto,
+                "fate": key.fate,
+                "by": key.text,
+            }
+            for key in settings.keys
+        ]
+        made = config.to_dict(settings) if not _is_open(settings) else None
+        print(json.dumps({"source": settings.source, "keys": rows, "settings": made}, indent=1))
+        return 0
+    print(settings.table())
+    counts = {fate: sum(key.fate == fate for key in settings.keys) for fate in ("done", "noted")}
+    print(f"{counts['done']} done, {counts['noted']} noted, none refused")
+    return 0
+
+
+def _is_open(settings: config.Settings) -> bool:
+    parts = (settings.optimizer, settings.schedule)
+    return any(value is config.LATER for p in parts if p for value in p.options.values())
+
+
+def _write(options: argparse.Namespace) -> int:
+    settings = _read(options.source, options)
+    written = config.write(settings, options.to)
+    for text in written.left_out:
+        print(f"left out: {text}", file=sys.stderr)
+    if options.file.endswith((".yaml", ".yml")):
+        try:
+            import yaml
+        except ImportError:
+            raise ConfigError(
+                f"{options.file}: writing YAML needs PyYAML: pip install 'flatshard[yaml]'"
+            ) from None
+        text = yaml.safe_dump(written.values, sort_keys=False)
+    else:
+        text = json.dumps(written.values, indent=2) + "\n"
+    if options.file == "-":
+        print(text, end="")
+        return 0
+    try:
+        with open(options.file, "w" if options.force else "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise ConfigError(
+            f"{options.file} is there already; name another, or say --force"
+        ) from None
+    return 0
