@@ -7,14 +7,15 @@ torch.optim. Each lists what a folder holds (``_foreign``); ``_write`` makes the
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from .._folders import committed
 from ..errors import CheckpointError
-from . import _huggingface
-from ._foreign import FLOATS, Folder, Foreign, opened
+from . import _dcp, _huggingface
+from ._foreign import FLOATS, Foreign, opened
 from ._write import Converted, Options, plan, write
 
 __all__ = ["Converted", "convert"]
@@ -40,8 +41,9 @@ def convert(
     ----------
     source : path
         A Hugging Face folder (safetensors, or ``pytorch_model.bin``, single or sharded), with an
-        ``optimizer.bin`` or ``optimizer.pt`` beside where there is one; a folder of Accelerate's
-        FSDP; a single file of either kind.
+        ``optimizer.bin`` or ``optimizer.pt`` beside where there is one; a DCP folder (FSDP2,
+        torchtitan, Accelerate); FSDP's ``pytorch_model_fsdp.bin`` with its optimizer's state; a
+        single file of weights.
     directory : path or None
         A run's folder; gets ``step-NNNNNN``, committed as a save is. None writes nothing and only
         reports.
@@ -98,14 +100,22 @@ def convert(
         raise CheckpointError(f"{path}: a checkpoint of flatshard already; load it, or export it")
     options = Options(step, dtype, rule, ties, tuple(leave))
     other = None if optimizer is None else os.fspath(optimizer)
-    with opened(path) as folder:
-        foreign = _read(folder, name, other, names)
+    with contextlib.ExitStack() as stack:
+        foreign = _read(stack, path, name, other, names)
         made = plan(foreign, path, options)
         return write(made, None if directory is None else os.fspath(directory))
 
 
 def _read(
-    folder: Folder, name: str | None, optimizer: str | None, names: Sequence[str] | None
+    stack: contextlib.ExitStack,
+    path: str,
+    name: str | None,
+    optimizer: str | None,
+    names: Sequence[str] | None,
 ) -> Foreign:
-    """What the folder holds, by what lies in it."""
+    """What the folder holds, by what lies in it. Files stay open until the stack is left."""
+    folder = stack.enter_context(opened(path))
+    dcp = [] if name is not None else _dcp.folders_of(folder)
+    if dcp:
+        return _dcp.read([stack.enter_context(opened(found)) for found in dcp], names)
     return _huggingface.read(folder, name, optimizer, names)

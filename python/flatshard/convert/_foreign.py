@@ -108,7 +108,7 @@ class Folder:
     def file(self, name: str) -> File:
         """The file of a plain name."""
         if name not in self._files:
-            self._files[name] = File(self.path, name)
+            self._files[name] = File(self.path, name, ours=name == ".metadata")
         return self._files[name]
 
     def torch(self, name: str) -> tuple[TorchFile, Any]:

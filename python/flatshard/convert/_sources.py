@@ -45,11 +45,13 @@ class File:
     name : str
         A plain name in it. A link may not lead out of the folder, the blobs of a Hugging Face cache
         excepted.
+    ours : bool
+        The name is no stranger's: it may begin with a dot.
     """
 
-    def __init__(self, folder: str, name: str) -> None:
+    def __init__(self, folder: str, name: str, *, ours: bool = False) -> None:
         self.path = os.path.join(folder, name)
-        if not is_plain(name):
+        if not ours and not is_plain(name):
             raise CheckpointError(f"{folder}: {name!r:.100} is not a plain file name")
         target = self.path
         if os.path.islink(target):
