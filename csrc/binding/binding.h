@@ -21,6 +21,7 @@ int fs_py_add_machine(PyObject *module); /* py_machine.c: how fast matrix produc
 int fs_py_add_kernels(PyObject *module); /* py_kernels.c: device table, for tests and benchmarks */
 int fs_py_add_world(PyObject *module);   /* py_world.c: Job, World, collectives */
 int fs_py_add_shards(PyObject *module);  /* py_shards.c: Shards, step */
+int fs_py_add_norms(PyObject *module);   /* py_norms.c: gradients by parameter */
 int fs_py_add_llama(PyObject *module);   /* py_llama.c */
 int fs_py_add_model_ops(PyObject *module); /* py_model_ops.c: for tests and benchmarks */
 int fs_py_add_io(PyObject *module);      /* py_io.c: checksums, safetensors */

@@ -12,6 +12,7 @@ add_all(PyObject *module)
         fs_py_add_io,
         fs_py_add_catalog,
         fs_py_add_checkpoint,
+        fs_py_add_norms,
         fs_py_add_export,
         fs_py_add_machine,
         fs_py_add_model_ops,

@@ -97,6 +97,12 @@ check_not_agreed(const fs_shards *shards, int u)
                        "rank %d: a gradient of unit %s came between grad_norm() and step()",
                        shards->rank, shards->layout->units[u].name);
     }
+    if (shards->settled) {
+        return FS_FAIL(FS_ESTATE,
+                       "rank %d: a gradient of unit %s came after all of this step were summed up "
+                       "to be looked at; step() or drop them first",
+                       shards->rank, shards->layout->units[u].name);
+    }
     return FS_OK;
 }
 
@@ -434,6 +440,9 @@ fs_grad_reset(fs_shards *shards)
     memset(shards->had, 0, (size_t)shards->layout->params_n);
     memset(shards->sumsq, 0, shards->layout->segs_n * sizeof *shards->sumsq);
     memset(shards->absmax, 0, shards->layout->segs_n * sizeof *shards->absmax);
+    for (int p = 0; p < shards->layout->params_n; p++) {
+        shards->factor[p] = 1.0;
+    }
     shards->rounds = 0;
     shards->count = 0;
     shards->has_count = shards->has_plain = false;

@@ -302,6 +302,24 @@ fs_shards_freeze(fs_shards *shards, const unsigned char *frozen);
 /* May the parameter have a gradient now? Not where it is frozen, from the start or for now. */
 bool fs_shards_trains(const fs_shards *shards, int param);
 
+/* Each parameter's gradient as all micro-batches of this step gave it: the sum of squares and the
+ * largest magnitude in the cut that this rank speaks for, neither divided nor clipped; out_* have
+ * params_n entries, 0 where there is no gradient. Collective: settles, after which no gradient may
+ * come before the step or a drop (FS_ESTATE). */
+FS_NODISCARD fs_status
+fs_grad_sums(fs_shards *shards, double *out_sumsq, double *out_absmax);
+
+/* Multiplies the gradient of param by a factor, equal on all ranks (compared when they agree), in
+ * norm and update; fs_load does not show it. Local, between fs_grad_sums and the step. */
+FS_NODISCARD fs_status
+fs_grad_scale(fs_shards *shards, int param, double factor);
+
+/* The gradient of param was written with fs_store(FS_GRAD): norm and finiteness are taken anew, the
+ * factor is 1 again, and the parameter has a gradient. Every rank says it of the same parameters.
+ * Local, between fs_grad_sums and the step. */
+FS_NODISCARD fs_status
+fs_grad_replaced(fs_shards *shards, int param);
+
 // ---- step ---------------------------------------------------------------------------------------
 
 /* The factor by which losses, and so gradients, are multiplied in backward: undone inside the step,

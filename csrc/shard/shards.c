@@ -80,6 +80,10 @@ open_lists(fs_shards *shards)
     FS_TRY(fs_calloc((size_t)layout->params_n, sizeof *shards->hyper, &shards->hyper));
     FS_TRY(fs_calloc(layout->segs_n, sizeof *shards->sumsq, &shards->sumsq));
     FS_TRY(fs_calloc(layout->segs_n, sizeof *shards->absmax, &shards->absmax));
+    FS_TRY(fs_calloc((size_t)layout->params_n, sizeof *shards->factor, &shards->factor));
+    for (int p = 0; p < layout->params_n; p++) {
+        shards->factor[p] = 1.0;
+    }
     for (int u = 0; u < layout->units_n; u++) {
         shards->units[u].pool = -1;
     }
@@ -260,6 +264,7 @@ fs_shards_close(fs_shards *shards)
     fs_free(shards->hyper);
     fs_free(shards->sumsq);
     fs_free(shards->absmax);
+    fs_free(shards->factor);
     fs_layout_free(shards->layout);
     fs_world_release(shards->world);
     fs_free(shards);

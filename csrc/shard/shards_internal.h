@@ -88,6 +88,7 @@ struct fs_shards {
     unsigned char *had; /* [params_n] a rank had a gradient in this step */
     double *sumsq;      /* [segs_n] of what was last written to acc; own cut only */
     double *absmax;     /* [segs_n] likewise: its largest magnitude */
+    double *factor;     /* [params_n] of its gradient in norm and update: fs_grad_scale */
     int bad_param, bad_rank;
 
     double loss_scale; /* 0: none */

@@ -23,8 +23,9 @@ make_record(const fs_shards *shards, bool local_skip)
     bool gradient = false;
     for (fs_seg_range s = fs_segs(layout, shards->rank, -1); s.seg < s.end; s.seg++) {
         if (s.seg->pos_n != FS_FROZEN && shards->had[s.seg->param]) {
-            sumsq += shards->sumsq[s.seg - layout->segs];
-            double largest = shards->absmax[s.seg - layout->segs];
+            double factor = shards->factor[s.seg->param];
+            sumsq += shards->sumsq[s.seg - layout->segs] * factor * factor;
+            double largest = shards->absmax[s.seg - layout->segs] * fabs(factor);
             absmax = largest > absmax ? largest : absmax; /* NaN: told by bad_param */
         }
     }
@@ -84,6 +85,22 @@ fold(const fs_payload *records, int size, double max_norm, fs_grad_norm norm, do
         verdict.applied = true;
     }
     return verdict;
+}
+
+/* Factors must be equal on all ranks, or parts of a parameter would move differently; 0 when nobody
+ * scaled. */
+static uint64_t
+hash_factors(const fs_shards *shards)
+{
+    uint64_t hash = 0;
+    for (int p = 0; p < shards->layout->params_n; p++) {
+        uint64_t bits;
+        memcpy(&bits, &shards->factor[p], sizeof bits);
+        if (shards->factor[p] != 1.0) {
+            hash = (hash ^ bits ^ (uint64_t)p) * UINT64_C(0x100000001b3);
+        }
+    }
+    return hash;
 }
 
 /* Some ranks counted and some did not: the mean has no meaning. Equal on all ranks. */
@@ -188,6 +205,7 @@ fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm, bool local_
     double factor = fs_shards_gradient_factor(shards);
     memcpy(&scale_bits, &factor, sizeof scale_bits);
     what.tag ^= scale_bits ^ (uint64_t)norm; /* a power of two has no bits down there */
+    what.tag ^= hash_factors(shards);
     FS_TRY(fs_meet(shards->world, &what, &record, shards->records, 0));
     fs_step_begin_next(shards);
     fs_status st = shards->skipping ? FS_OK : check_counts(shards);
@@ -221,7 +239,7 @@ update_segment(fs_shards *shards, const fs_seg *seg, const fs_hyper *hyper)
     unsigned char *weight = fs_own_at(shards, shards->rank, seg);
     fs_update update = {
         .hyper = *hyper,
-        .grad_scale = (float)shards->verdict.grad_scale,
+        .grad_scale = (float)(shards->verdict.grad_scale * shards->factor[seg->param]),
         .grad = block->acc + at * fs_dtype_nbytes(precision->accumulate),
         .grad_dtype = precision->accumulate,
         .master = block->master == NULL ? NULL : block->master + at,

@@ -4,7 +4,7 @@ precision."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -168,20 +168,63 @@ def plan(
         if batch is not None:
             raise ValueError("batch= needs a native model: only its activations are known")
         parameters, units = _shapes(cast("Mapping[str, Any]", source))
+    activations = None
+    if batch is not None:
+        activations = plan_rows(config, policy, world_size, batch, checkpointing=checkpointing)
+    return plan_layout(
+        parameters,
+        units,
+        policy,
+        world_size,
+        optimizer=optimizer,
+        named=precision_name(precision),
+        activations=activations,
+        batch=batch,
+        budget=budget,
+    )
+
+
+def plan_layout(
+    parameters: Sequence[Parameter],
+    units: Sequence[tuple[str, int, int]],
+    policy: Policy,
+    world_size: int,
+    *,
+    optimizer: str,
+    named: str,
+    activations: Mapping[str, Any] | None = None,
+    batch: tuple[int, int] | None = None,
+    budget: int | None = None,
+) -> Plan:
+    """The plan of a layout, as `plan` makes it.
+
+    Parameters
+    ----------
+    parameters, units, policy, world_size
+        What shards are opened with.
+    optimizer : str
+        Decides the moments.
+    named : str
+        The precision, in words.
+    activations : mapping, optional
+        What forward and backward hold for ``batch``.
+    batch : (int, int), optional
+        For the text.
+    budget : int, bytes, optional
+        Room of the host.
+    """
+    if optimizer not in _MOMENTS:
+        raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(_MOMENTS)}")
     definition = core_definition(parameters, units)
     ranks = []
     for rank in range(world_size):
         rows = _core.shards_plan(*definition, policy.core(), world_size, rank, _MOMENTS[optimizer])
         charged = {name: (row[0], row[1]) for name, row in rows.items()}
-        if batch is not None:
-            charged = _add(
-                charged, plan_rows(config, policy, world_size, batch, checkpointing=checkpointing)
-            )
-        ranks.append(charged)
+        ranks.append(charged if activations is None else _add(charged, activations))
     numel = sum(p.numel for p in parameters)
     what = (
-        f"{numel:,} parameters, {world_size} ranks, stage {sharding.stage}, "
-        f"gather {policy.sharding.gather}, {_precision_name(precision)}, {optimizer}"
+        f"{numel:,} parameters, {world_size} ranks, stage {policy.sharding.stage}, "
+        f"gather {policy.sharding.gather}, {named}, {optimizer}"
     )
     if batch is not None:
         what += f", batch {batch[0]} x {batch[1]}"
@@ -193,7 +236,7 @@ def plan(
     return made
 
 
-def _precision_name(precision: Precision) -> str:
+def precision_name(precision: Precision) -> str:
     return precision if isinstance(precision, str) else repr(precision)
 
 

@@ -17,10 +17,22 @@ except ImportError as error:
     ) from error
 
 from .._later import LATER, sentence
+from ._about import describe, plan
+from ._access import full_grads, full_params, get, put
+from ._adopt import adopt
+from ._backward import backward
 from ._clip import clip_grad_norm_
-from ._module import fully_shard, is_sharded, shards
+from ._module import fully_shard, is_sharded, shards, unshard
 from ._optim import SGD, Adagrad, Adam, AdamW, Lion
+from ._recompute import activation_checkpointing
 from ._rounds import accumulate, no_sync
+from ._save import load, save
+from ._state import (
+    load_optimizer_state_dict,
+    load_state_dict,
+    optimizer_state_dict,
+    state_dict,
+)
 
 __all__ = [
     "SGD",
@@ -29,11 +41,27 @@ __all__ = [
     "AdamW",
     "Lion",
     "accumulate",
+    "activation_checkpointing",
+    "adopt",
+    "backward",
     "clip_grad_norm_",
+    "describe",
+    "full_grads",
+    "full_params",
     "fully_shard",
+    "get",
     "is_sharded",
+    "load",
+    "load_optimizer_state_dict",
+    "load_state_dict",
     "no_sync",
+    "optimizer_state_dict",
+    "plan",
+    "put",
+    "save",
     "shards",
+    "state_dict",
+    "unshard",
 ]
 
 

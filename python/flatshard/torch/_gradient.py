@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import _norms
+
 if TYPE_CHECKING:
     from ._grads import Gradients
 
@@ -90,6 +92,7 @@ def _same(self: ShardedGradient) -> ShardedGradient:
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
+    **_norms.HANDLERS,
     _aten.add_.Tensor: _add_,
     _aten.zero_.default: _zero_,
     _aten._foreach_zero_.default: _zero_all,

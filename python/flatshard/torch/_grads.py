@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import _core
 from ._arrays import as_array
 from ._gradient import ShardedGradient
+from ._norms import Sums
 
 if TYPE_CHECKING:
     from ._module import Sharded
@@ -53,6 +55,7 @@ class Gradients:
             for i, m in enumerate(members)
         ]
         self._hooks: list[Any] = []
+        self._needs_scale = sharded.shards.policy.precision.loss_scale is not None
         #: Graph tasks of autograd that are running (several when backward runs inside backward).
         self._tasks: set[int] = set()
         #: Of the present micro-batch.
@@ -65,7 +68,9 @@ class Gradients:
         self._failed = False
         self.count: int | None = None
         self.keep_local = False
-        self.rounds = 0
+        #: Inside of `flatshard.torch.backward`.
+        self.scaled = False
+        self._forget_counts()
         weak = weakref.ref(self)
         for index, member in enumerate(members):
             if member.parameter.requires_grad:
@@ -119,8 +124,18 @@ class Gradients:
                 f"the gradient of {self.sharded.members[index].name} is sharded: nothing can be "
                 "added to it outside of backward"
             )
+        if self._needs_scale and not self.scaled:
+            raise RuntimeError(
+                "float16 gradients vanish without loss scaling, and this backward scales nothing: "
+                "call flatshard.torch.backward(loss, optimizer=optimizer)"
+            )
         if not self._tasks:
             self.settle_drops()
+        if self._sums is not None:
+            raise RuntimeError(
+                "a backward after the gradients of this step were looked at (full_grads, get, "
+                "torch.nn.utils.clip_grad_norm_): step(), or zero_grad(), comes first"
+            )
         self._tasks.add(task)
         # Not a flag: after an exception in backward no callback runs, and a flag would stay set.
         torch.autograd.Variable._execution_engine.queue_callback(
@@ -136,7 +151,9 @@ class Gradients:
     def _end_round(self) -> None:
         count = _NO_COUNT if self.count is None else self.count
         self._core.round_end(count, self.keep_local)
-        self.rounds += 1
+        if self.count is not None:
+            self.counted += self.count
+            self.count_given = True
         self._came = [False] * len(self._came)
         self._missing = list(self._wanted)
         self._published = [False] * len(self._wanted)
@@ -191,19 +208,44 @@ class Gradients:
             self._core.grad_drop()
             self.forget()
 
-    def forget(self) -> None:
-        """The step took the gradients, or they were dropped."""
-        self._has = [False] * len(self._has)
-        self._dropped.clear()
-        self._failed = False
-        self.rounds = 0
+    def taken(self) -> None:
+        """The step took the gradients."""
+        self.forget()
         for member in self.sharded.members:
             if isinstance(member.parameter.grad, ShardedGradient):
                 member.parameter.grad = None
 
-    def any(self) -> bool:
-        """Has a gradient come since the last step?"""
-        return any(self._has)
+    def forget(self) -> None:
+        """No gradient has come. Handles stay: backward may be adding to one just now."""
+        self._has = [False] * len(self._has)
+        self._dropped.clear()
+        self._failed = False
+        self._forget_counts()
+
+    def _forget_counts(self) -> None:
+        #: Of this step's micro-batches on this rank.
+        self.counted = 0
+        self.count_given = False
+        self._sums: Sums | None = None
+
+    def sums(self) -> Sums:
+        """Every gradient in two numbers. Collective the first time in a step."""
+        if self._sums is None:
+            self._sums = Sums(self)
+        return self._sums
+
+    def replaced(self, indices: list[int]) -> None:
+        """Gradients were stored, alike on every rank: their norms anew. Collective."""
+        for index in indices:
+            _core.grad_replaced(self._core, index)
+        factors = self.sums().factors
+        factors[indices] = 1.0
+        self._sums = Sums(self)
+        # The core's sums know the factors already.
+        scale = factors != 0
+        self._sums.squares[scale] /= factors[scale] ** 2
+        self._sums.largest[scale] /= abs(factors[scale])
+        self._sums.factors = factors
 
 
 def _on_gradient(weak: weakref.ref[Gradients], index: int, parameter: torch.nn.Parameter) -> None:

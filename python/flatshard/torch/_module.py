@@ -20,9 +20,10 @@ from ._grads import Gradients
 from ._guards import check_worlds, install, refuse_torch_optimizers
 from ._held import hold
 from ._policies import read_precision, read_sharding
+from ._state import install_loading
 from ._units import Units, find_plan
 
-__all__ = ["Sharded", "fully_shard", "is_sharded", "shards"]
+__all__ = ["Sharded", "fully_shard", "is_sharded", "shards", "unshard"]
 
 _log = logging.getLogger("flatshard")
 
@@ -46,6 +47,7 @@ class Sharded:
         check_members(plan.members)
         self.members = plan.members
         self.unit_modules = plan.modules
+        self.links = plan.links
         dtypes = list(dict.fromkeys(m.parameter.dtype for m in plan.members))
         precision, self.casts, self.precision_from = read_precision(mp_policy, dtypes)
         policy = resolve(
@@ -65,7 +67,8 @@ class Sharded:
         self.optimizer: Any = None
         self.held.attach()
         self.grads = Gradients(self)
-        self._handles = install(self)
+        self.loading: Any = None
+        self._handles = [*install(self), *install_loading(self)]
         _registry.remember(self)
 
     def _store_values(self) -> None:
@@ -104,11 +107,16 @@ class Sharded:
         """
         if self.optimizer is None:
             ids = {id(m.parameter) for m in self.members}
-            for optimizer in list(_registry.optimizers):
-                binding = optimizer._flatshard
-                if binding.sharded is None and ids & {id(p) for p in binding.parameters()}:
-                    binding.bind("the first step")
-                    break
+            unbound = [o._flatshard for o in _registry.optimizers if o._flatshard.sharded is None]
+            found = [b for b in unbound if ids & {id(p) for p in b.parameters()}]
+            if len(found) > 1:
+                rules = " and ".join(sorted(b.rule for b in found))
+                raise RuntimeError(
+                    f"{len(found)} optimizers ({rules}) hold Parameters of this "
+                    f"{type(self.module).__name__}: keep one, with groups"
+                )
+            if found:
+                found[0].bind("the first step")
         if self.optimizer is None:
             raise RuntimeError(
                 f"no optimizer of flatshard.torch holds the Parameters of this "
@@ -124,7 +132,7 @@ class Sharded:
 
     def after_step(self) -> None:
         """The weights have moved and the gradients are used."""
-        self.grads.forget()
+        self.grads.taken()
         self.held.refresh()
 
     def close(self) -> None:
@@ -134,6 +142,9 @@ class Sharded:
             handle.remove()
         self.grads.close()
         self.held.detach()
+        if self.optimizer is not None:
+            self.optimizer.sharded = self.optimizer.engine = None
+            self.optimizer = None
         self.shards.close()
 
 
@@ -256,6 +267,33 @@ def _key(units: Units) -> Any:
     if isinstance(units, (str, type)) or callable(units):
         return units
     return tuple(id(u) if isinstance(u, torch.nn.Module) else u for u in units)
+
+
+def unshard(module: torch.nn.Module) -> torch.nn.Module:
+    """End the sharding: an ordinary module, with private tensors, on every rank. Collective.
+
+    Parameters
+    ----------
+    module : Module
+        A sharded one.
+
+    Returns
+    -------
+    Module
+        The module itself; its Parameters stay the same objects, in the dtype they were computed
+        with. Optimizer state and fp32 masters are gone: take them before with ``state_dict`` and
+        `flatshard.torch.state_dict`.
+
+    Raises
+    ------
+    RuntimeError
+        A Parameter was written in place.
+    """
+    sharded = _registry.sharded_of(module, "unshard")
+    sharded.held.check("before unshard()")
+    sharded.world.barrier()  # nobody reads the shared memory any more once it is left
+    sharded.close()
+    return module
 
 
 def is_sharded(target: torch.nn.Module | torch.Tensor) -> bool:

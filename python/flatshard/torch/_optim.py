@@ -41,6 +41,7 @@ class Binding:
         self.engine: Any = None
         self._pending: Mapping[str, Any] | None = None
         self._seen: tuple[int, ...] = ()
+        self._names: list[list[str]] = []
 
     # -- finding the module -----------------------------------------------------------------------
 
@@ -99,12 +100,10 @@ class Binding:
     def follow_groups(self) -> None:
         """Takes the hyperparameters as they stand in ``param_groups`` now."""
         assert self.sharded is not None
-        groups = [self._group(i, g) for i, g in enumerate(self.param_groups)]
-        # What no group holds has gradients, as in torch, and does not move.
-        groups.append(ParamGroup("held", (), lr=0.0, weight_decay=0.0))
         seen = tuple(len(g["params"]) for g in self.param_groups)
         if seen != self._seen:
-            self.engine._group_of[:] = len(groups) - 1
+            last = len(self.param_groups)
+            self.engine._group_of[:] = last
             for number, group in enumerate(self.param_groups):
                 for parameter in group["params"]:
                     entry = _registry.entry_of(parameter)
@@ -114,14 +113,35 @@ class Binding:
                             "that is not part of the sharded module"
                         )
                     self.engine._group_of[entry.place] = number
+            self._names = [[] for _ in range(last + 1)]
+            for member, number in zip(
+                self.sharded.shards.parameters, self.engine._group_of, strict=True
+            ):
+                if member.trainable:
+                    self._names[number].append(member.name)
             self._seen = seen
+        groups = [self._group(i, g) for i, g in enumerate(self.param_groups)]
+        # What no group holds has gradients, as in torch, and does not move.
+        groups.append(ParamGroup("held", tuple(self._names[-1]), lr=0.0, weight_decay=0.0))
         self.engine.groups = groups
+
+    def take_groups(self) -> None:
+        """The reverse of `follow_groups`, after a checkpoint was loaded."""
+        saved = {group.name: group for group in self.engine.groups}
+        for number, group in enumerate(self.param_groups):
+            values = saved.get(str(number))
+            if values is None:
+                continue
+            for name in ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "lr_decay"):
+                if name in group:
+                    group[name] = getattr(values, name)
+        self._seen = ()
 
     def _group(self, number: int, group: Mapping[str, Any]) -> ParamGroup:
         betas = group.get("betas", (0.9, 0.999))
         return ParamGroup(
             str(number),
-            (),
+            tuple(self._names[number]),
             lr=float(group["lr"]),
             weight_decay=float(group.get("weight_decay", 0.0)),
             betas=(float(betas[0]), float(betas[1])),

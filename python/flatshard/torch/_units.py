@@ -12,7 +12,7 @@ import torch
 from ..errors import ConfigError
 from ..shard import Parameter
 
-__all__ = ["Member", "Plan", "Units", "find_plan"]
+__all__ = ["Member", "Plan", "Units", "find_plan", "find_units"]
 
 Units = str | type | Callable[[torch.nn.Module], bool] | Iterable[Any]
 
@@ -59,11 +59,14 @@ class Plan:
         Names of the units, in the order of their first parameter.
     modules : list of (Module or None)
         The module whose forward uses each unit, where it is one module.
+    links : list of (Module, str, Module)
+        Parent, attribute and child: how one gets to the Parameters.
     """
 
     members: list[Member] = field(default_factory=list)
     units: list[str] = field(default_factory=list)
     modules: list[torch.nn.Module | None] = field(default_factory=list)
+    links: list[tuple[torch.nn.Module, str, torch.nn.Module]] = field(default_factory=list)
 
     def parameters(self) -> list[Parameter]:
         """As the layout takes them."""
@@ -141,6 +144,12 @@ def _asked(module: torch.nn.Module, units: Units) -> set[int]:
     return found
 
 
+def find_units(module: torch.nn.Module, units: Units) -> list[torch.nn.Module]:
+    """The submodules that are units, in the order of the module."""
+    asked = _asked(module, units)
+    return [m for m in module.modules() if id(m) in asked]
+
+
 def _prefixes(path: str) -> list[str]:
     parts = path.split(".") if path else []
     return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
@@ -204,6 +213,10 @@ def find_plan(module: torch.nn.Module, units: Units, ignored: set[int]) -> Plan:
         owner = member.name.rpartition(".")[0]
         order.setdefault(_unit_path(owner, unit_paths, above), []).append(member)
     plan = Plan()
+    for holder in module.modules():
+        for attribute, child in holder._modules.items():
+            if child is not None and next(child.parameters(), None) is not None:
+                plan.links.append((holder, attribute, child))
     for u, (path, members) in enumerate(order.items()):
         plan.units.append(path or ROOT)
         plan.modules.append(paths[path])

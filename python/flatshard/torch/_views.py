@@ -49,19 +49,25 @@ class Views(Held):
             if (
                 parameter.data_ptr() != pointer
                 or parameter._version != version
-                or parameter.requires_grad is not trainable
+                or (parameter.requires_grad and not trainable)
             ):
                 raise RuntimeError(
                     self._complaint(where, member.name, parameter, pointer, trainable)
                 )
             for holder, attribute in member.places:
                 if holder._parameters.get(attribute) is not parameter:
-                    raise RuntimeError(
-                        f"{self._head(where)}: Parameter {member.name} was replaced by another "
-                        "object (a resized embedding, load_state_dict(assign=True)); call "
-                        "flatshard.torch.unshard(module) before such a change and fully_shard() "
-                        "after it"
-                    )
+                    raise RuntimeError(self._replaced(where, f"Parameter {member.name}"))
+        for holder, attribute, child in self.sharded.links:
+            if holder._modules.get(attribute) is not child:
+                what = f"the submodule {attribute} of a {type(holder).__name__}"
+                raise RuntimeError(self._replaced(where, what))
+
+    def _replaced(self, where: str, what: str) -> str:
+        return (
+            f"{self._head(where)}: {what} was replaced by another object (a resized embedding, a "
+            "new head); call flatshard.torch.unshard(module) before such a change and "
+            "fully_shard() after it"
+        )
 
     def _head(self, where: str) -> str:
         return f"rank {self.sharded.world.rank}, {where}"
@@ -80,12 +86,11 @@ class Views(Held):
                 "ranks share: something like module.to(dtype), .half() or parameter.data = ... "
                 "moved it. Convert the module before fully_shard(), or say mp_policy= there"
             )
-        if parameter.requires_grad is not trainable:
-            was = "trainable" if trainable else "frozen"
+        if parameter.requires_grad and not trainable:
             return (
-                f"{self._head(where)}: Parameter {name} was {was} when the module was sharded and "
-                "no longer is; set requires_grad before fully_shard() (or unshard(), set it, and "
-                "shard again)"
+                f"{self._head(where)}: Parameter {name} was frozen when the module was sharded, "
+                "and has no room for a gradient; set requires_grad before fully_shard() (or "
+                "unshard(), set it, and shard again). Freezing for a while needs nothing"
             )
         return (
             f"{self._head(where)}: Parameter {name} was written in place since the last step. All "

@@ -1,0 +1,93 @@
+"""Checkpoints of sharded modules: the files of ``flatshard.checkpoint``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from .. import checkpoint
+from . import _registry
+from ._adopt import binding_of
+
+__all__ = ["load", "save"]
+
+
+def save(
+    directory: str | os.PathLike[str],
+    module: torch.nn.Module,
+    optimizer: Any = None,
+    *,
+    step: int,
+    **options: Any,
+) -> Any:
+    """Write a checkpoint: ``flatshard.checkpoint.save`` of the shards behind a module. Collective.
+
+    Parameters
+    ----------
+    directory : path
+        Of all checkpoints of a run.
+    module : Module
+        A sharded one. Its buffers are not in the checkpoint: give them in ``user=`` where they
+        change.
+    optimizer : Optimizer, optional
+        Of this package, or adopted.
+    step : int
+        Number of the checkpoint.
+    **options
+        Of ``flatshard.checkpoint.save``.
+
+    Returns
+    -------
+    Saving
+        As ``flatshard.checkpoint.save``.
+    """
+    sharded = _registry.sharded_of(module, "save")
+    sharded.held.check("before save()")
+    engine = None
+    if optimizer is not None:
+        binding = binding_of(optimizer, "save")
+        binding.bind("save")
+        binding.follow_groups()
+        engine = binding.engine
+    return checkpoint.save(directory, sharded, engine, step=step, **options)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    module: torch.nn.Module,
+    optimizer: Any = None,
+    **options: Any,
+) -> Any:
+    """Read a checkpoint, of any world size and of the native models too. Collective.
+
+    Parameters
+    ----------
+    directory : path
+        Of all checkpoints of a run, or of a Hugging Face model.
+    module : Module
+        A sharded one.
+    optimizer : Optimizer, optional
+        Of this package, or adopted; its groups take over the saved hyperparameters.
+    **options
+        Of ``flatshard.checkpoint.load``.
+
+    Returns
+    -------
+    Loaded
+        As ``flatshard.checkpoint.load``.
+    """
+    sharded = _registry.sharded_of(module, "load")
+    sharded.held.check("before load()")
+    engine = None
+    if optimizer is not None:
+        binding = binding_of(optimizer, "load")
+        binding.bind("load")
+        binding.follow_groups()
+        engine = binding.engine
+    loaded = checkpoint.load(directory, sharded, engine, **options)
+    if engine is not None:
+        binding.take_groups()
+    sharded.held.refresh()
+    return loaded
