@@ -552,6 +552,7 @@ kernels_stream(PyObject *object, PyObject *args)
     Py_ssize_t reads, updates, taken = 0;
     fs_buffer x[FS_SOURCES_MAX];
     uint32_t *data[FS_SOURCES_MAX], mixed = 0;
+    unsigned char half[FS_SOURCES_MAX];
     unsigned int mask;
     int tiles;
     if (!PyArg_ParseTuple(args, "O!nnIp:stream", &PyTuple_Type, &arrays, &reads, &updates, &mask,
@@ -566,15 +567,21 @@ kernels_stream(PyObject *object, PyObject *args)
     }
     for (; st == FS_OK && taken < arrays_n; taken++) {
         PyObject *item = PyTuple_GET_ITEM(arrays, taken);
-        if (fs_buffer_take_dtype(item, "arrays", taken >= reads, FS_F32, &x[taken]) < 0) {
+        if (fs_buffer_take(item, "arrays", taken >= reads, &x[taken]) < 0) {
             goto done;
         }
         data[taken] = x[taken].data;
+        half[taken] = fs_dtype_nbytes(x[taken].dtype) == 2;
         st = same_length(&x[0], &x[taken], "an array");
+        if (st == FS_OK && half[taken] ? x[taken].n % 2 != 0 : x[taken].dtype != FS_F32) {
+            st = FS_FAIL(FS_EINVAL, "%zu elements of %s: expected float32, or an even number of 2 "
+                                    "bytes each",
+                         x[taken].n, fs_dtype_name(x[taken].dtype));
+        }
     }
     if (st == FS_OK) {
-        fs_stream stream = {.arrays = data, .arrays_n = (size_t)arrays_n, .read_n = (size_t)reads,
-                            .update_n = (size_t)updates, .mask = mask, .tiles = tiles != 0,
+        fs_stream stream = {.arrays = data, .half = half, .arrays_n = (size_t)arrays_n,
+                            .read_n = (size_t)reads, .update_n = (size_t)updates, .mask = mask, .tiles = tiles != 0,
                             .n = x[0].n};
         FS_OPERATE(mixed = fs_cpu_stream(exec, &stream));
     } else {

@@ -25,23 +25,24 @@ ask_for(const uint32_t *x, size_t n)
     }
 }
 
-/* Elements [at, at + n) of every array. */
+/* Elements [at, at + n) of every array, both even: two of 2 bytes are one word. */
 static inline __attribute__((always_inline)) uint32_t
 touch(const fs_stream *s, size_t at, size_t n)
 {
     uint32_t mixed = 0;
     for (size_t a = 0; a < s->arrays_n; a++) {
-        uint32_t *restrict x = s->arrays[a] + at;
+        uint32_t *restrict x = s->arrays[a] + (at >> s->half[a]);
+        size_t words = n >> s->half[a];
         if (a < s->read_n) {
-            for (size_t i = 0; i < n; i++) {
+            for (size_t i = 0; i < words; i++) {
                 mixed ^= x[i];
             }
         } else if (a < s->read_n + s->update_n) {
-            for (size_t i = 0; i < n; i++) {
+            for (size_t i = 0; i < words; i++) {
                 x[i] ^= s->mask;
             }
         } else {
-            for (size_t i = 0; i < n; i++) {
+            for (size_t i = 0; i < words; i++) {
                 x[i] = s->mask;
             }
         }
@@ -61,7 +62,9 @@ stream_task(void *opaque, size_t index)
     for (; s->tiles && at < end; at += FS_TILE_N) {
         size_t n = fs_min_size(end - at, FS_TILE_N);
         for (size_t a = 0; a < s->read_n + s->update_n; a++) {
-            ask_for(s->arrays[a] + at + n, fs_min_size(s->n - at - n, FS_TILE_N));
+            size_t next = at + n;
+            ask_for(s->arrays[a] + (next >> s->half[a]),
+                    fs_min_size(s->n - next, FS_TILE_N) >> s->half[a]);
         }
         mixed ^= touch(s, at, n);
     }

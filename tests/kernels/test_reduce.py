@@ -237,5 +237,15 @@ def test_stream_touches_what_it_says(kernels: _core.Kernels, rng: np.random.Gene
         assert mixed_bits == int(np.bitwise_xor.reduce(a.view(np.uint32)))
         assert same_bits(a, old_a) and same_bits(b, -old_b)
         assert (c.view(np.uint32) == 1 << 31).all()
+    for n, tiles in itertools.product((2, 1026, 70002), (False, True)):
+        a, b = normal(rng, n), normal(rng, n)
+        half, other = (normal(rng, n).astype(np.float16) for _ in range(2))
+        words = half.view(np.uint32).copy()
+        mixed_bits = kernels.stream((a, half, b, other), 1, 1, 1 << 31, tiles)
+        assert mixed_bits == int(np.bitwise_xor.reduce(a.view(np.uint32)))
+        assert np.array_equal(half.view(np.uint32), words ^ (1 << 31))
+        assert (b.view(np.uint32) == 1 << 31).all() and (other.view(np.uint32) == 1 << 31).all()
+    with pytest.raises(ValueError, match="3 elements of float16: expected float32, or an even"):
+        kernels.stream((np.zeros(3, np.float16),), 0, 1, 0, False)
     with pytest.raises(ValueError, match="1 arrays, 2 read, 0 updated"):
         kernels.stream((a,), 2, 0, 0, False)

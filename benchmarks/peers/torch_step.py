@@ -7,29 +7,30 @@ import time
 
 import torch
 
-__all__ = ["open_step"]
+__all__ = ["Step", "open_step"]
 
 
 class Step:
-    """what : "whole" (cast, clip, fused AdamW, cast) or "bare" (fused AdamW in fp32)."""
+    """Casts bf16 gradients, clips their norm, updates fp32 masters, casts these to bf16."""
 
-    def __init__(self, numel: int, what: str) -> None:
+    def __init__(self, numel: int) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         torch.manual_seed(0)
-        self.what = what
         self.weight = torch.randn(numel).bfloat16()
         self.grad = (torch.randn(numel) * 1e-3).bfloat16()
         self.master = torch.nn.Parameter(self.weight.float())
         self.master.grad = self.grad.float()
-        self.optimizer = torch.optim.AdamW([self.master], lr=1e-3, weight_decay=0.1, fused=True)
+        self.optimizer = self.make_optimizer()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([self.master], lr=1e-3, weight_decay=0.1, fused=True)
 
     def step(self) -> None:
-        if self.what == "whole":
-            self.master.grad.copy_(self.grad)
-            torch.nn.utils.clip_grad_norm_([self.master], 1.0, foreach=True)
+        assert self.master.grad is not None
+        self.master.grad.copy_(self.grad)
+        torch.nn.utils.clip_grad_norm_([self.master], 1.0, foreach=True)
         self.optimizer.step()
-        if self.what == "whole":
-            self.weight.copy_(self.master.detach())
+        self.weight.copy_(self.master.detach())
 
     def verify(self) -> None:
         before = self.master.detach().clone()
@@ -46,5 +47,5 @@ class Step:
         pass
 
 
-def open_step(numel: int, what: str) -> Step:
-    return Step(numel, what)
+def open_step(numel: int) -> Step:
+    return Step(numel)
