@@ -47,7 +47,7 @@ fs_policy_check(const fs_policy *policy, int size)
         return FS_FAIL(FS_EINVAL, "replicate=%d does not divide the world size %d", policy->keep,
                        size);
     }
-    if (policy->pool_units < 0) {
+    if (policy->pool_units < FS_NO_POOL) {
         return FS_FAIL(FS_EINVAL, "a pool of %d units", policy->pool_units);
     }
     return FS_OK;
@@ -169,7 +169,7 @@ fs_place_pool_units(const fs_layout *layout, const fs_policy *policy, fs_unit *u
     int buffers = 0;
     size_t largest = 0;
     int ordinary = 0;
-    if (policy->weights != FS_WEIGHTS_SHARD) {
+    if (policy->weights != FS_WEIGHTS_SHARD || policy->pool_units == FS_NO_POOL) {
         return 0;
     }
     for (int u = 0; u < layout->units_n; u++) {
@@ -208,8 +208,8 @@ fs_place_private(const fs_layout *layout, const fs_policy *policy, fs_arena *are
                  fs_pool_buffer *pool)
 {
     size_t *size_n = NULL;
-    FS_TRY(fs_calloc((size_t)layout->units_n + 1 + (size_t)policy->pool_units, sizeof *size_n,
-                     &size_n));
+    size_t turns = policy->pool_units > 0 ? (size_t)policy->pool_units : 0;
+    FS_TRY(fs_calloc((size_t)layout->units_n + 1 + turns, sizeof *size_n, &size_n));
     int buffers = fs_place_pool_units(layout, policy, NULL, size_n);
     fs_status st = FS_OK;
     for (int b = 0; b < buffers && st == FS_OK; b++) {

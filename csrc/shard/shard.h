@@ -26,6 +26,9 @@
 #define FS_SHARD_ALIGN_N 64
 #define FS_DIMS_MAX 8
 
+/* fs_policy.pool_units: nothing is gathered here. */
+#define FS_NO_POOL (-1)
+
 /* Place of something that a frozen parameter does not have. */
 #define FS_FROZEN SIZE_MAX
 
@@ -157,7 +160,8 @@ typedef struct fs_policy {
     int keep; /* R, a divisor of W */
     bool slot_per_unit;
     fs_weights weights;
-    int pool_units; /* FS_WEIGHTS_SHARD: buffers for gathered units; 0 = one per unit */
+    int pool_units; /* FS_WEIGHTS_SHARD: buffers for gathered units; 0 = one per unit; FS_NO_POOL =
+                     * none: the caller reads whole weights with fs_load into memory of its own */
     fs_precision precision;
 } fs_policy;
 

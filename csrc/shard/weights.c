@@ -60,6 +60,10 @@ gather_into_pool(fs_shards *shards, int u)
 {
     fs_unit *unit = &shards->units[u];
     int chosen = -1;
+    if (shards->policy.pool_units == FS_NO_POOL) {
+        return FS_FAIL(FS_ESTATE, "rank %d: unit %s: whoever opened these shards gathers by itself",
+                       shards->rank, shards->layout->units[u].name);
+    }
     for (int b = unit->pool_first; b < unit->pool_end; b++) {
         const fs_pool_buffer *buffer = &shards->pool[b];
         bool busy = buffer->unit >= 0 && buffer->unit != u && shards->units[buffer->unit].pool == b;

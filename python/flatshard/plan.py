@@ -289,6 +289,8 @@ def _phases(policy: Policy) -> list[tuple[str, str, str]]:
         if p.moments != "bfloat16":
             rounding = f"at random in proportion (seed {p.rounding_seed})"
     gathered = "the weights themselves" if policy.weights != "shard" else "private pool"
+    if policy.weights == "shard" and policy.pool_units < 0:
+        gathered = "memory of the front end, while it is used"
     return [
         ("load", "weights read", f"any float dtype -> {moved}"),
         ("flat", "compute copy", f"{p.param}, {weights}"),

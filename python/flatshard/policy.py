@@ -309,7 +309,8 @@ class Policy:
     slot_per_unit : bool
         One gradient slot for each unit, else two that take turns.
     pool_units : int
-        Units that may be gathered at once, with "shard".
+        Units that may be gathered at once, with "shard"; 0: all; -1: the front end gathers into
+        memory of its own.
     """
 
     sharding: Sharding
@@ -345,6 +346,7 @@ def resolve(
     precision: Precision,
     produced: str = "float32",
     one_host: bool = True,
+    pool: bool = True,
 ) -> Policy:
     """Turn words into the three integers and five dtypes that the core knows.
 
@@ -361,6 +363,8 @@ def resolve(
         Dtype in which gradients are produced: what ``reduce=None`` becomes.
     one_host : bool
         Whether all ranks share memory: what ``gather="auto"`` looks at.
+    pool : bool
+        Whether the core holds memory for gathered units, with stage 3 and "copy".
 
     Returns
     -------
@@ -394,5 +398,5 @@ def resolve(
         weights=weights,
         keep=world_size if sharding.stage == 0 else sharding.replicate,
         slot_per_unit=sharding.stage <= 1,
-        pool_units=1 if sharding.reshard_after_forward else 0,
+        pool_units=-1 if not pool else 1 if sharding.reshard_after_forward else 0,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from .._layout import numpy_dtype
 
-__all__ = ["as_array", "as_tensor", "dtype_name", "torch_dtype"]
+__all__ = ["as_array", "as_tensor", "borrow_array", "dtype_name", "torch_dtype"]
 
 _NAMES = {
     torch.float32: "float32",
@@ -45,6 +46,16 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
         return array.view(numpy_dtype("bfloat16"))
     array = tensor.numpy()
     return array
+
+
+def borrow_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A dense CPU tensor's memory as a flat array that must not outlive this very moment: nothing
+    keeps the memory, and torch is not told, so the storage may be resized afterwards."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return np.empty(0, numpy_dtype(dtype_name(tensor.dtype)))
+    memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    return np.frombuffer(memory, dtype=numpy_dtype(dtype_name(tensor.dtype)))
 
 
 def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:

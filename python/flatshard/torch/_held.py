@@ -1,10 +1,9 @@
 """How the weights of a sharded module are held between and during forward and backward.
 
-One abstract class, one class for each way. ``_views.Views`` is for ranks of one host: every
-Parameter is always whole, over memory that all ranks map. A class for ``gather="copy"`` plugs in
-here: it subclasses `Held`, gathers units in forward and backward hooks (``attach`` installs them,
-``detach`` removes them), leaves Parameters without readable memory outside of them, and is chosen
-in `hold`. Nothing else in this package asks how weights are held.
+One abstract class, one class for each way. With ``_views.Views`` every Parameter is always whole:
+over memory that all ranks of the host map (``gather="view"``), or over the rank's own whole copy
+(``gather="copy"`` at stages 0 to 2). With ``_copies.Copies`` (``gather="copy"`` at stage 3) it has
+memory only while its unit runs. Nothing else in this package asks how weights are held.
 """
 
 from __future__ import annotations
@@ -64,11 +63,10 @@ class Held(abc.ABC):
 
 def hold(sharded: Sharded) -> Held:
     """The class for the policy that the module was sharded with."""
-    if sharded.shards.policy.sharding.gather == "view":
-        from ._views import Views
+    if sharded.shards.policy.weights == "shard":
+        from ._copies import Copies
 
-        return Views(sharded)
-    raise NotImplementedError(
-        'Sharding(gather="copy") is not there yet for PyTorch modules: all ranks of one host can '
-        'use gather="view", which needs less memory'
-    )
+        return Copies(sharded)
+    from ._views import Views
+
+    return Views(sharded)

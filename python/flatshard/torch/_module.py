@@ -51,8 +51,9 @@ class Sharded:
         dtypes = list(dict.fromkeys(m.parameter.dtype for m in plan.members))
         precision, self.casts, self.precision_from = read_precision(mp_policy, dtypes)
         policy = resolve(
-            world.size, sharding=sharding, precision=precision, produced=precision.param
-        )
+            world.size, sharding=sharding, precision=precision, produced=precision.param,
+            pool=False,
+        )  # fmt: skip
         self.shards = Shards(
             world, parameters=plan.parameters(), units=plan.places(), policy=policy
         )

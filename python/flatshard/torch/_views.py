@@ -1,7 +1,8 @@
-"""View mode: each Parameter lies over memory that every rank of the host maps.
+"""Parameters that are whole at any time, over memory of the engine.
 
-Parameters are whole at any time, so whatever a script does with them in reading just works. Each
-has a storage object of its own: tensors cut from one storage would be taken for ties by savers.
+With ``gather="view"`` every rank of the host maps it; with "copy" at stages 0 to 2 it is the rank's
+own. Whatever a script does with Parameters in reading just works. Each has a storage object of its
+own: tensors cut from one storage would be taken for ties by savers.
 """
 
 from __future__ import annotations

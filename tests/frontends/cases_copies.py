@@ -1,0 +1,155 @@
+"""Modules sharded with gather="copy": the same bits as with "view", and memory only when needed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from models import MODELS, rows
+from torch import nn
+
+import flatshard as fs
+import flatshard.torch as ft
+
+ROWS = 2
+
+
+def _allocated(module: nn.Module) -> int:
+    """Bytes that Parameters have now, ties once."""
+    return sum(p.untyped_storage().nbytes() for p in module.parameters())
+
+
+def _message(function: Any) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def bits(
+    world: fs.World, model: str, stage: int, gather: str, reshard: bool = True, freeze: str = "",
+    recompute: str = "", steps: int = 4, micro_batches: int = 1, precision: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """A short training: the weights' hash, and what memory Parameters had on the way."""
+    build, batch_of, loss_of = MODELS[model]
+    module = build(0)
+    for name, parameter in module.named_parameters():
+        if freeze and freeze in name:
+            parameter.requires_grad_(False)
+    if recompute:
+        module.gradient_checkpointing_enable(  # type: ignore[operator]
+            gradient_checkpointing_kwargs={"use_reentrant": recompute == "reentrant"}
+        )
+    ids = [id(p) for p in module.parameters()]
+    total = sum(p.numel() * p.element_size() for p in module.parameters())
+    kinds: Any = {"stage": stage, "gather": gather}
+    sharding = fs.Sharding(**kinds, reshard_after_forward=reshard)
+    ft.fully_shard(module, world=world, sharding=sharding, mp_policy=precision)
+    assert [id(p) for p in module.parameters()] == ids
+    optimizer = ft.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+    peaks = [0, 0]  # in forward, in backward
+
+    def look(place: int) -> Any:
+        def hook(*_: Any) -> None:
+            peaks[place] = max(peaks[place], _allocated(module))
+
+        return hook
+
+    for submodule in module.modules():
+        submodule.register_forward_hook(look(0))
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(look(1))
+    between = []
+    for step in range(steps):
+        for m in range(micro_batches):
+            batch = rows(batch_of(10 * step + m, ROWS * world.size), ROWS * world.rank,
+                         ROWS * (world.rank + 1))  # fmt: skip
+            loss = loss_of(module, batch)
+            loss.backward()
+            between.append(_allocated(module))
+        assert ft.clip_grad_norm_(module, 1.0) > 0
+        assert optimizer.step().applied
+        optimizer.zero_grad()
+    with torch.no_grad():
+        last = float(loss_of(module, rows(batch_of(77, ROWS), 0, ROWS)))
+    return {
+        "sha": fs.weights_sha256(ft.shards(module)),
+        "loss": last,
+        "total": total,
+        "peaks": peaks,
+        "between": max(between),
+        "after": _allocated(module),
+    }
+
+
+def touched_outside(world: fs.World) -> list[str]:
+    """What a script hears that touches Parameters outside of forward."""
+    build, batch_of, loss_of = MODELS["mlp"]
+    module = build(0)
+    ft.fully_shard(module, world=world, sharding=fs.Sharding(gather="copy"))
+    weight = module.layers[0].weight  # type: ignore[union-attr]
+    said = [
+        _message(lambda: weight.sum()),
+        _message(lambda: weight.data.mul_(2)),
+        _message(lambda: weight.detach().numpy()),
+        _message(lambda: torch.zeros(1, 17) @ weight.T),
+        _message(lambda: nn.functional.linear(torch.zeros(1, 17), weight)),
+        _message(lambda: copy.deepcopy(module)),
+    ]
+    assert "(33, 17)" in repr(weight)
+    assert weight.shape == (33, 17)
+    state = module.state_dict()
+    assert torch.equal(state["layers.0.weight"], build(0).state_dict()["layers.0.weight"])
+    loss_of(module, batch_of(1, 2)).backward()  # all is well after the errors
+    return said
+
+
+def calls(world: fs.World) -> dict[str, float]:
+    """Modules called twice, not at all, alone, in two forwards before one backward, and after an
+    exception: gradients equal those of an ordinary module."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+            self.unused = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+        def forward(self, x: torch.Tensor, fail: bool = False) -> dict[str, Any]:
+            x = torch.tanh(self.blocks[0](x))
+            y = self.blocks[1](x)
+            if fail:
+                raise ValueError("on purpose")
+            x = torch.tanh(self.blocks[0](y)) + x
+            return {"out": self.blocks[2](x), "middle": (y, None)}
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return Twice()
+
+    module, plain = build(), build()
+    ft.fully_shard(module, world=world, sharding=fs.Sharding(gather="copy"))
+    optimizer = ft.SGD(module.parameters(), lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x, z = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.ones(2, 6)
+    for _ in range(3):
+        assert "on purpose" in _message(lambda: module(x, fail=True))
+        with torch.no_grad():
+            module(z)
+        for net, opt in ((module, optimizer), (plain, reference)):
+            first, second = net(x), net(z)
+            loss = (first["out"] * second["out"].mean()).sum() + second["middle"][0].pow(2).sum()
+            loss = loss + net.blocks[1](z).sum()  # type: ignore[operator, index]
+            if net is module:
+                with torch.no_grad():
+                    module(z)  # between a forward and its backward
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+    whole = {m: ft.shards(module).full(m) for m in dict(plain.named_parameters())}
+    return {
+        name: float((torch.from_numpy(whole[name]) - p).abs().max())
+        for name, p in plain.named_parameters()
+    }
