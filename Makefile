@@ -2,7 +2,7 @@
 # make test     proves the tree right (needs no GPU; TORCH=0 leaves out what torch and transformers prove)
 #
 # Both make their own virtual environment in .venv with PYTHON (default: python3), and compile the
-# extension in place. Everything else is for developers: test-quick test-full lint bench dist clean.
+# extension in place. Everything else is for developers: test-quick test-full lint fuzz bench dist clean.
 
 PYTHON ?= python3
 TORCH ?= 1
@@ -23,7 +23,8 @@ PYTEST = PYTHONDONTWRITEBYTECODE=1 $(PY) -m pytest $(ARGS)
 WITHOUT_TORCH := $(if $(filter 0,$(TORCH)), and not torch,)
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-quick test-full build environment test-environment lint bench dist clean help
+.PHONY: train test test-quick test-full build environment test-environment lint fuzz bench dist \
+    clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -80,6 +81,11 @@ lint: build test-environment
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+# Seconds of each target; needs clang with libFuzzer, and llvm-cov.
+FUZZ_SECONDS ?= 120
+fuzz: build test-environment
+	$(PY) tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(ARGS)
 
 bench: build test-environment
 	$(PY) -m benchmarks $(ARGS)

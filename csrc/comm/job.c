@@ -68,10 +68,15 @@ fs_note_load(const _Atomic uint64_t *words, size_t nbytes, char *text)
 // ---- life ---------------------------------------------------------------------------------------
 
 size_t
+fs_job_root_at(int size)
+{
+    return fs_round_up(sizeof(fs_job_page) + (size_t)size * sizeof(fs_slot), FS_CACHE_LINE);
+}
+
+size_t
 fs_job_page_nbytes(int size)
 {
-    size_t slots = sizeof(fs_job_page) + (size_t)size * sizeof(fs_slot);
-    return fs_round_up(slots, FS_CACHE_LINE) + fs_world_page_nbytes(size);
+    return fs_job_root_at(size) + fs_world_page_nbytes(size);
 }
 
 void
@@ -81,8 +86,7 @@ fs_job_page_init(fs_job_page *page, int size, uint64_t nonce)
     page->size = (uint32_t)size;
     page->nonce = nonce;
     page->nbytes = fs_job_page_nbytes(size);
-    page->root_at =
-        fs_round_up(sizeof(fs_job_page) + (size_t)size * sizeof(fs_slot), FS_CACHE_LINE);
+    page->root_at = fs_job_root_at(size);
     for (int r = 0; r < size; r++) {
         fs_note_init(&page->slot[r].note);
     }

@@ -132,7 +132,7 @@ attach(fs_job *job, int rank, uint64_t nonce)
                        head.layout, FS_JOB_LAYOUT);
     }
     if (head.size != (uint32_t)job->size || (nonce != 0 && head.nonce != nonce) ||
-        head.nbytes != fs_job_page_nbytes(job->size)) {
+        head.nbytes != fs_job_page_nbytes(job->size) || head.root_at != fs_job_root_at(job->size)) {
         return FS_FAIL(FS_ESTATE,
                        "the job found has %u ranks, this rank was told %d: it is another job",
                        head.size, job->size);

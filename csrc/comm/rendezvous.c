@@ -346,15 +346,10 @@ connect_to(const address *where)
     return -1;
 }
 
-/* Asks rank 0 once. FS_OK with job->data_fd still -1: nobody there yet. */
+/* Says who this is, and takes what comes back. FS_OK with job->data_fd still -1: not now. */
 static fs_status
-ask_once(fs_job *job, const fs_join *join, const address *where, const uint64_t name[2],
-         uint64_t *out_nonce)
+ask_over(int fd, fs_job *job, const fs_join *join, const uint64_t name[2], uint64_t *out_nonce)
 {
-    int fd = connect_to(where);
-    if (fd < 0) {
-        return FS_OK;
-    }
     hello mine = {HELLO_MAGIC, FS_JOB_LAYOUT, {name[0], name[1]}, join->size, join->rank};
     reply back;
     int files[2];
@@ -374,6 +369,19 @@ ask_once(fs_job *job, const fs_join *join, const address *where, const uint64_t 
         }
         /* TAKEN: rank 0 still serves the job that this process has left: ask again. */
     }
+    return st;
+}
+
+/* Asks rank 0 once. FS_OK with job->data_fd still -1: nobody there yet. */
+static fs_status
+ask_once(fs_job *job, const fs_join *join, const address *where, const uint64_t name[2],
+         uint64_t *out_nonce)
+{
+    int fd = connect_to(where);
+    if (fd < 0) {
+        return FS_OK;
+    }
+    fs_status st = ask_over(fd, job, join, name, out_nonce);
     (void)close(fd);
     return st;
 }

@@ -224,6 +224,8 @@ fs_job_is_forked(const fs_job *job)
 }
 
 size_t fs_job_page_nbytes(int size);
+/* Where the root world's page lies in it. */
+size_t fs_job_root_at(int size);
 void fs_job_page_init(fs_job_page *page, int size, uint64_t nonce);
 FS_NODISCARD fs_status
 fs_job_new(int size, fs_job **out);

@@ -308,7 +308,7 @@ fs_piece_in_block(const fs_piece *piece, size_t block, fs_piece *out)
     size_t nbytes = piece->dtype < 0 ? 1 : fs_dtype_nbytes((fs_dtype)piece->dtype);
     size_t from = block * FS_BLOCK_NBYTES, to = from + FS_BLOCK_NBYTES;
     size_t last = piece->at + (piece->end - piece->begin) * nbytes;
-    if (to <= piece->at || from >= last) {
+    if (to <= piece->at || from >= last || piece->begin == piece->end) {
         return false;
     }
     *out = *piece;

@@ -79,7 +79,8 @@ void fs_catalog_find(const fs_catalog *catalog, const char *name, fs_array state
 void fs_catalog_describe(const fs_catalog *catalog, int file, size_t block, char *buffer,
                          size_t nbytes);
 
-/* Part of a piece that lies in a block: false when it has none. *out is the piece, shortened. */
+/* Part of a piece that lies in a block: false when it has none, as an empty one. *out is the piece,
+ * shortened. */
 bool fs_piece_in_block(const fs_piece *piece, size_t block, fs_piece *out);
 
 /* "weight", "moment1", "moment2", "moment3". */

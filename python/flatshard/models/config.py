@@ -317,7 +317,7 @@ def _rope(keys: _Keys) -> dict[str, Any]:
     where = f"{keys.where}, rotary scaling"
     inner = _Keys({**(new or {}), **scaling}, where, {})
     kind = inner.get("rope_type", inner.get("type", "default"))
-    if kind not in _ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in _ROPE_KINDS:
         raise ConfigError(
             f"{where}: {kind!r:.60} is not offered; there are {', '.join(_ROPE_KINDS)}"
         )
@@ -344,7 +344,7 @@ def _rope(keys: _Keys) -> dict[str, Any]:
 
 def _from_dict(values: Mapping[str, Any], where: str) -> LlamaConfig:
     family = values.get("model_type", "llama")
-    if family not in _ARCHITECTURES:
+    if not isinstance(family, str) or family not in _ARCHITECTURES:
         raise ConfigError(
             f"{where}: a model of family {family!r:.60}; the native model is a Llama: model_type "
             f"{', '.join(_ARCHITECTURES)}"
@@ -356,7 +356,9 @@ def _from_dict(values: Mapping[str, Any], where: str) -> LlamaConfig:
                 f"{where}: {name} is {values[name]!r:.60}; this model computes only with "
                 f"{allowed[0]!r}"
             )
-    layer_types = keys.get("layer_types") or ()
+    layer_types = keys.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise keys.wrong("layer_types", layer_types, "a list")
     if family != "mistral" and any(kind != "full_attention" for kind in layer_types):
         raise ConfigError(f"{where}: layer_types other than full_attention are not offered")
     heads = keys.integer("num_attention_heads")
