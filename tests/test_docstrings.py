@@ -14,7 +14,7 @@ MODULES = [
     *("flatshard", "flatshard.world", "flatshard.policy", "flatshard.shard", "flatshard.optim"),
     *("flatshard.schedule", "flatshard.plan", "flatshard.checkpoint", "flatshard.errors"),
     *("flatshard.models", "flatshard.models.llama", "flatshard.models.data"),
-    *("flatshard.config",),
+    *("flatshard.config", "flatshard.trace"),
 ]
 
 

@@ -28,7 +28,7 @@ typedef enum fs_mem_class {
     FS_MEM_MOMENTS,      /* optimizer state */
     FS_MEM_ACTIVATIONS,  /* what forward keeps for backward */
     FS_MEM_WORKSPACE,    /* scratch of kernels and of the model, logits slices, rotary tables */
-    FS_MEM_WINDOWS,      /* half windows of collectives over private memory, control pages */
+    FS_MEM_WINDOWS,      /* half windows of collectives over private memory, control pages, log */
     FS_MEM_SPILL,        /* gradients that came out of turn, held privately */
     FS_MEM_CACHE,        /* keys and values while a model generates */
     FS_MEM_CHECKPOINT,   /* buffers of a save or load while it runs */

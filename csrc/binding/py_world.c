@@ -454,8 +454,8 @@ fs_py_add_world(PyObject *module)
 {
     fs_py_set_package_folder(module);
     size_t n = 0;
-    const PyMethodDef *const parts[] = {life_methods, fs_py_collect_methods};
-    for (size_t p = 0; p < 2; p++) {
+    const PyMethodDef *const parts[] = {life_methods, fs_py_collect_methods, fs_py_log_methods};
+    for (size_t p = 0; p < sizeof parts / sizeof parts[0]; p++) {
         for (const PyMethodDef *method = parts[p]; method->ml_name != NULL; method++) {
             world_methods[n++] = *method;
         }
@@ -463,7 +463,7 @@ fs_py_add_world(PyObject *module)
     world_type = (PyTypeObject *)PyType_FromSpec(&world_spec);
     if (world_type == NULL ||
         PyModule_AddObjectRef(module, "World", (PyObject *)world_type) < 0 ||
-        fs_py_add_job(module) < 0) {
+        fs_py_add_job(module) < 0 || fs_py_add_log(module) < 0) {
         return -1;
     }
     return PyModule_AddFunctions(module, functions);

@@ -34,7 +34,12 @@ fs_job *fs_py_job_get(PyObject *job);
 /* Job.world, of py_world.c. */
 PyObject *fs_py_job_world(PyObject *job, PyObject *args, PyObject *keywords);
 
-/* The methods of py_collect.c, ended by a NULL name; py_world.c puts them into the type. */
+/* Of py_log.c. */
+int fs_py_add_log(PyObject *module);
+
+/* Methods of py_collect.c and py_log.c, ended by a NULL name; py_world.c puts them into the
+ * type. */
 extern const PyMethodDef fs_py_collect_methods[];
+extern const PyMethodDef fs_py_log_methods[];
 
 #endif

@@ -42,13 +42,21 @@ fs_windows_open(fs_world *world)
     FS_TRY_GOTO(fs_calloc(size, sizeof *world->payloads, &world->payloads), st, unable);
     FS_TRY_GOTO(fs_calloc(size, sizeof *world->counts, &world->counts), st, unable);
     FS_TRY_GOTO(fs_calloc(size, sizeof *world->offsets, &world->offsets), st, unable);
-    FS_TRY_GOTO(fs_arena_open(arena, &world->ledger, FS_SCRATCH_N * sizeof(float)), st, unable);
-    FS_TRY_GOTO(fs_arena_take(arena, FS_MEM_WINDOWS, FS_SCRATCH_N * sizeof(float), &world->scratch),
-                st, unable);
+    size_t scratch_nbytes = FS_SCRATCH_N * sizeof(float), log_nbytes = sizeof(fs_log_page);
+    size_t private_nbytes = scratch_nbytes + (size == 1 ? log_nbytes + FS_CACHE_LINE : 0);
+    FS_TRY_GOTO(fs_arena_open(arena, &world->ledger, private_nbytes), st, unable);
+    FS_TRY_GOTO(fs_arena_take(arena, FS_MEM_WINDOWS, scratch_nbytes, &world->scratch), st, unable);
+    void *page = NULL;
     if (size > 1) {
-        FS_TRY(fs_region_open(world, "windows", 2 * world->half_nbytes, &world->windows));
-        fs_ledger_charge(&world->ledger, FS_MEM_WINDOWS, true, 2 * world->half_nbytes);
+        /* Behind the halves, this rank's page of the log. */
+        size_t nbytes = fs_round_up(2 * world->half_nbytes + log_nbytes, fs_page_nbytes());
+        FS_TRY(fs_region_open(world, "windows", nbytes, &world->windows));
+        fs_ledger_charge(&world->ledger, FS_MEM_WINDOWS, true, nbytes);
+        page = fs_region_block(world->windows, world->rank) + 2 * world->half_nbytes;
+    } else {
+        FS_TRY_GOTO(fs_arena_take(arena, FS_MEM_WINDOWS, log_nbytes, &page), st, unable);
     }
+    world->log.page = page;
     return FS_OK;
 unable:
     fs_world_abort(world, FS_CAUSE_ERROR, world->ranks[world->rank], 0);
@@ -58,6 +66,7 @@ unable:
 void
 fs_windows_close(fs_world *world)
 {
+    world->log.page = NULL;
     fs_region_close(world->windows);
     world->windows = NULL;
     fs_arena_close(&world->scratch_arena);
@@ -201,9 +210,8 @@ show_first(const bulk *b, bool *out_in_place, bool *out_shown)
     return FS_OK;
 }
 
-/* The only bulk collective. */
 static fs_status
-fs_show(const bulk *b)
+show(const bulk *b)
 {
     fs_world *world = b->world;
     if (world->size == 1) {
@@ -227,6 +235,16 @@ fs_show(const bulk *b)
         b->visit(b, round * b->chunk, false);
     }
     return FS_OK;
+}
+
+/* The only bulk collective. */
+static fs_status
+fs_show(const bulk *b)
+{
+    fs_log_begin(b->world, b->what.op, 0, b->what.nbytes);
+    fs_status st = show(b);
+    fs_log_end(b->world);
+    return st;
 }
 
 // ---- arguments ----------------------------------------------------------------------------------
@@ -556,6 +574,33 @@ all_reduce_in_place(const bulk *b, size_t n)
     return fs_meet(world, &b->what, NULL, NULL, 0);
 }
 
+/* Larger than FS_DIRECT_NBYTES of all ranks together. */
+static fs_status
+reduce_in_rounds(bulk *b, size_t n)
+{
+    fs_world *world = b->world;
+    set_rounds(b, (size_t)world->size, 0);
+    size_t round_n = b->chunk * (size_t)world->size;
+    world->counts[0] = n;
+    b->operand = b->in;
+    b->operand_nbytes = n * b->each;
+    b->private_only = b->in != b->out; /* in place, blocks travel from output to output */
+    bool in_place, shown;
+    FS_TRY(show_first(b, &in_place, &shown));
+    if (in_place) {
+        return all_reduce_in_place(b, n);
+    }
+    for (size_t begin = 0; begin < n; begin += round_n) {
+        if (begin > 0 || !shown) {
+            all_reduce_fill(b, begin, window(world));
+            FS_TRY(fs_meet(world, &b->what, NULL, NULL, 0));
+            turn_windows(world);
+        }
+        FS_TRY(all_reduce_round(b, n, begin));
+    }
+    return FS_OK;
+}
+
 fs_status
 fs_all_reduce(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *in, void *out, size_t n)
 {
@@ -570,35 +615,18 @@ fs_all_reduce(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *in, 
         FS_TRY(check_apart(in, nbytes, out, nbytes));
     }
     b.what = (fs_what){FS_OP_ALL_REDUCE, (int32_t)dtype, (int32_t)op, nbytes, 0};
+    fs_status st;
+    fs_log_begin(world, FS_OP_ALL_REDUCE, 0, nbytes);
     if (world->size == 1) {
-        FS_TRY(fs_meet(world, &b.what, NULL, NULL, 0));
-        copy_out(world, out, in, nbytes); /* the reduction of one is itself */
-        return FS_OK;
-    }
-    if (all_nbytes <= FS_DIRECT_NBYTES) {
-        return reduce_direct(&b, n);
-    }
-    size_t round_n;
-    set_rounds(&b, (size_t)world->size, 0);
-    round_n = b.chunk * (size_t)world->size;
-    world->counts[0] = n;
-    b.operand = in;
-    b.operand_nbytes = nbytes;
-    b.private_only = in != out; /* in place, blocks travel from output to output */
-    bool in_place, shown;
-    FS_TRY(show_first(&b, &in_place, &shown));
-    if (in_place) {
-        return all_reduce_in_place(&b, n);
-    }
-    for (size_t begin = 0; begin < n; begin += round_n) {
-        if (begin > 0 || !shown) {
-            all_reduce_fill(&b, begin, window(world));
-            FS_TRY(fs_meet(world, &b.what, NULL, NULL, 0));
-            turn_windows(world);
+        st = fs_meet(world, &b.what, NULL, NULL, 0);
+        if (st == FS_OK) {
+            copy_out(world, out, in, nbytes); /* the reduction of one is itself */
         }
-        FS_TRY(all_reduce_round(&b, n, begin));
+    } else {
+        st = all_nbytes <= FS_DIRECT_NBYTES ? reduce_direct(&b, n) : reduce_in_rounds(&b, n);
     }
-    return FS_OK;
+    fs_log_end(world);
+    return st;
 }
 
 // ---- barrier ------------------------------------------------------------------------------------

@@ -180,8 +180,15 @@ typedef enum fs_op {
     FS_OP_FREEZE, FS_OP_CLOSE,
     FS_OP_SKIP, /* a rank whose batch failed: goes with whatever FS_OP_LOSS or FS_OP_SETTLE the
                  * others are at, without a say in what is compared */
-    FS_OP_GATHER, FS_OP_REDUCE /* of a unit; no fence of their own */
+    /* Of a unit, without a fence of their own. */
+    FS_OP_GATHER, FS_OP_REDUCE,
+    FS_OP_SLOT, /* room for a unit's gradient: its last tenant must have been summed */
+    FS_OP_WAIT  /* part of another operation */
 } fs_op;
+
+const char *fs_op_name(fs_op op);
+/* Does it move small agreements between ranks, and not the caller's data? */
+bool fs_op_is_control(fs_op op);
 
 /* Stored before any call that may wait; everyone may read it. Strings are copied (and cut). */
 void fs_world_note_line(fs_world *world, const char *file, int line);
@@ -196,6 +203,41 @@ void fs_world_set_interrupted(fs_world *world, fs_interrupted interrupted, void 
 
 /* Messages for the logger, queued by C and drained by Python: false when the queue is empty. */
 bool fs_world_next_event(fs_world *world, char *buffer, size_t nbytes);
+
+// ---- the log ------------------------------------------------------------------------------------
+
+/* What every rank has done in the world so far: fences and collectives log themselves; shards say
+ * which unit they gather, sum, and wait for. Costs two looks at the clock an operation. */
+#define FS_LOG_EVENTS 4096 /* single operations kept for each rank */
+#define FS_LOG_UNIT_NBYTES 64
+
+/* One operation, or the total of all with this op and unit. */
+typedef struct fs_log_entry {
+    fs_op op;
+    char unit[FS_LOG_UNIT_NBYTES]; /* "": none */
+    uint64_t count, nbytes;
+    uint64_t start_ns;  /* CLOCK_MONOTONIC; 0 in a total */
+    uint64_t spent_ns;  /* in a total: without what other operations took inside this one */
+    uint64_t waited_ns; /* of spent_ns: for other ranks */
+} fs_log_entry;
+
+/* The number of a unit's name for fs_log_begin; 0: no unit (or no room for more names). */
+int fs_log_unit(fs_world *world, const char *name);
+/* Around an operation of this rank; they nest, and every begin has its end. */
+void fs_log_begin(fs_world *world, fs_op op, int unit, uint64_t nbytes);
+void fs_log_add(fs_world *world, uint64_t nbytes); /* to the operation under way */
+void fs_log_end(fs_world *world);
+
+/* Up to n totals, or the last n single operations in the order they ended, of a rank of the world;
+ * may be asked of any rank at any time, and waits for nobody. Returns how many; *out_lost:
+ * operations that are not kept any more. */
+size_t fs_log_read_totals(const fs_world *world, int rank, fs_log_entry *out, size_t n);
+size_t fs_log_read_events(const fs_world *world, int rank, fs_log_entry *out, size_t n,
+                          uint64_t *out_lost);
+#define FS_LOG_TOTALS 512 /* most totals of a rank */
+
+/* Test hook: nothing is logged in this process. */
+void fs_log_set_off(bool off);
 
 // ---- waiting ------------------------------------------------------------------------------------
 

@@ -69,11 +69,9 @@ find_odd(const fs_world *world, uint64_t k)
     return odd >= 0 && like_first * 2 < world->size ? leader : odd;
 }
 
-fs_status
-fs_meet(fs_world *world, const fs_what *what, const fs_payload *mine, fs_payload *all,
-        unsigned flags)
+static fs_status
+meet(fs_world *world, const fs_what *what, const fs_payload *mine, fs_payload *all, unsigned flags)
 {
-    FS_TRY(fs_world_usable(world));
     fs_world_page *page = world->page;
     uint64_t k = world->fences;
     fs_rec *rec = &page->member[world->rank].rec[k & 1];
@@ -119,4 +117,18 @@ fs_meet(fs_world *world, const fs_what *what, const fs_payload *mine, fs_payload
     }
     world->fences = k + 1;
     return FS_OK;
+}
+
+fs_status
+fs_meet(fs_world *world, const fs_what *what, const fs_payload *mine, fs_payload *all,
+        unsigned flags)
+{
+    FS_TRY(fs_world_usable(world));
+    if (fs_log_is_in_collective(world)) {
+        return meet(world, what, mine, all, flags);
+    }
+    fs_log_begin(world, what->op, 0, sizeof(fs_rec));
+    fs_status st = meet(world, what, mine, all, flags);
+    fs_log_end(world);
+    return st;
 }

@@ -44,6 +44,7 @@ fs_op_name(fs_op op)
         [FS_OP_CLOSE] = "close",         [FS_OP_SKIP] = "skip of the step",
         [FS_OP_FREEZE] = "freezing of parameters",
         [FS_OP_GATHER] = "gather",       [FS_OP_REDUCE] = "reduce",
+        [FS_OP_SLOT] = "room for gradients", [FS_OP_WAIT] = "wait",
     };
     size_t i = (size_t)op;
     return i < sizeof names / sizeof names[0] && names[i] != NULL ? names[i] : "nothing yet";
@@ -181,6 +182,29 @@ add_said(text *out, const fs_slot *slot)
     }
 }
 
+/* What a rank of world did last, oldest first; a dead one too: its log lies in world memory. */
+static void
+add_operations(text *out, const fs_world *world, int rank)
+{
+    fs_log_entry found[8];
+    uint64_t lost;
+    size_t n = fs_log_read_events(world, rank, found, sizeof found / sizeof found[0], &lost);
+    size_t first = n, shown = 0;
+    while (first > 0 && shown < 3) {
+        shown += found[--first].op != FS_OP_WAIT;
+    }
+    const char *before = "\n    its last operations: ";
+    for (size_t i = first; i < n; i++) {
+        const fs_log_entry *entry = &found[i];
+        int64_t age = fs_now_ns() - (int64_t)(entry->start_ns + entry->spent_ns);
+        if (entry->op != FS_OP_WAIT) {
+            add(out, "%s%s%s%s %.1f s ago", before, fs_op_name(entry->op),
+                entry->unit[0] != '\0' ? " of " : "", entry->unit, (double)age * 1e-9);
+            before = ", ";
+        }
+    }
+}
+
 static void
 add_rank(text *out, fs_job *job, int rank, const fs_rec *rec, bool in_fence, bool come)
 {
@@ -259,6 +283,9 @@ fs_report_format(fs_job *job, const fs_world *world, fs_cause cause, double seco
             if (waits[r] == (pass == 1) && named++ < FS_REPORT_RANKS_MAX) {
                 add_rank(&out, job, world != NULL ? world->ranks[r] : r, rec, in_fence,
                          in_fence && waits[r]);
+                if (world != NULL && !waits[r]) {
+                    add_operations(&out, world, r);
+                }
             }
         }
     }

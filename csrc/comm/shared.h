@@ -106,6 +106,30 @@ typedef struct fs_world_page {
     fs_member member[];
 } fs_world_page;
 
+// ---- the log ------------------------------------------------------------------------------------
+
+/* A row: everything of one operation and unit so far. An event: one operation. Words of one writer,
+ * which everyone may read; see log.c. */
+#define FS_LOG_UNITS 256
+#define FS_LOG_OPS 32 /* more than there are in fs_op */
+#define FS_LOG_ROWS FS_LOG_TOTALS
+
+typedef struct fs_log_row {
+    _Atomic uint64_t key, count, nbytes, spent_ns, waited_ns;
+} fs_log_row;
+
+typedef struct fs_log_event {
+    _Atomic uint64_t number; /* from 1; 0: being written. Publishes the others */
+    _Atomic uint64_t key, nbytes, start_ns, spent_ns, waited_ns;
+} fs_log_event;
+
+typedef struct fs_log_page {
+    _Atomic uint64_t rows_n, units_n, events_n; /* publish rows, names, events */
+    _Atomic uint64_t unit[FS_LOG_UNITS][FS_NOTE_UNIT_NBYTES / 8];
+    fs_log_row row[FS_LOG_ROWS];
+    fs_log_event event[FS_LOG_EVENTS]; /* a ring */
+} fs_log_page;
+
 #define FS_JOB_MAGIC 0x626f6a6472616873u /* "shardjob" */
 #define FS_JOB_LAYOUT 2u                 /* changes when these structs do */
 
@@ -173,6 +197,31 @@ typedef struct fs_hook {
 
 #define FS_EVENTS_MAX 4
 
+#define FS_LOG_DEPTH 8
+
+/* An operation under way. */
+typedef struct fs_log_scope {
+    fs_op op;
+    int unit;
+    bool off;
+    int64_t start, waited, inner; /* ns; inner: of operations inside this one */
+    int64_t looked; /* at the clock, last */
+    uint64_t nbytes;
+} fs_log_scope;
+
+/* This rank's side of the log. */
+typedef struct fs_log {
+    fs_log_page *page; /* NULL before and after the windows */
+    int depth;
+    fs_log_scope scope[FS_LOG_DEPTH]; /* [0]: outside of any operation */
+    uint16_t row_of[FS_LOG_UNITS][FS_LOG_OPS]; /* number of the row, from 1; 0: none yet */
+} fs_log;
+
+typedef struct fs_log_wait {
+    int64_t start, inner;
+    bool off;
+} fs_log_wait;
+
 struct fs_world {
     fs_job *job;
     int rank, size;
@@ -196,6 +245,7 @@ struct fs_world {
     fs_region *windows;
     size_t half_nbytes;
     uint64_t shown; /* halves used so far; the next is shown & 1 */
+    fs_log log;
     fs_arena scratch_arena;
     float *scratch; /* FS_SCRATCH_N elements: fp32 sums of 16-bit operands */
     /* Of the collective under way, [size] each. */
@@ -243,6 +293,14 @@ void fs_note_init(fs_note *note);
 void fs_note_store(_Atomic uint64_t *words, size_t nbytes, const char *text);
 void fs_note_load(const _Atomic uint64_t *words, size_t nbytes, char *text);
 
+// ---- log.c --------------------------------------------------------------------------------------
+
+/* A wait of the operation under way. */
+void fs_log_wait_begin(fs_world *world, fs_log_wait *out);
+void fs_log_wait_end(fs_world *world, const fs_log_wait *wait);
+/* Is the operation under way one whose fences are its own business? */
+bool fs_log_is_in_collective(const fs_world *world);
+
 // ---- locate.c -----------------------------------------------------------------------------------
 
 /* Asks the ranks that keep world waiting where they are, and waits for the answers so long. */
@@ -280,7 +338,6 @@ fs_rendezvous_ask(fs_job *job, const fs_join *join, uint64_t *out_nonce);
  * (may be NULL) is the world that waits; seconds (0: not said) is how long. */
 void fs_report_format(fs_job *job, const fs_world *world, fs_cause cause, double seconds,
                       char *text, size_t nbytes);
-const char *fs_op_name(fs_op op);
 
 // ---- region.c -----------------------------------------------------------------------------------
 

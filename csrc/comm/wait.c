@@ -378,6 +378,24 @@ wait_asleep(fs_world *world, fs_condition condition, void *ctx, unsigned flags)
     }
 }
 
+static fs_status
+wait_for(fs_world *world, fs_condition condition, void *ctx, unsigned flags)
+{
+    fs_status st = run_hooks(world);
+    if (st != FS_OK) {
+        fs_world_abort(world, FS_CAUSE_ERROR, world->ranks[world->rank], 0);
+        return st;
+    }
+    if (spin(world, condition, ctx)) {
+        return FS_OK;
+    }
+    fs_note *note = &world->job->page->slot[world->ranks[world->rank]].note;
+    atomic_store(&note->waiting, 1);
+    st = wait_asleep(world, condition, ctx, flags);
+    atomic_store(&note->waiting, 0);
+    return st;
+}
+
 fs_status
 fs_wait(fs_world *world, fs_condition condition, void *ctx, unsigned flags)
 {
@@ -395,17 +413,9 @@ fs_wait(fs_world *world, fs_condition condition, void *ctx, unsigned flags)
     if (condition(ctx)) {
         return FS_OK;
     }
-    fs_status st = run_hooks(world);
-    if (st != FS_OK) {
-        fs_world_abort(world, FS_CAUSE_ERROR, world->ranks[world->rank], 0);
-        return st;
-    }
-    if (spin(world, condition, ctx)) {
-        return FS_OK;
-    }
-    fs_note *note = &world->job->page->slot[world->ranks[world->rank]].note;
-    atomic_store(&note->waiting, 1);
-    st = wait_asleep(world, condition, ctx, flags);
-    atomic_store(&note->waiting, 0);
+    fs_log_wait wait;
+    fs_log_wait_begin(world, &wait);
+    fs_status st = wait_for(world, condition, ctx, flags);
+    fs_log_wait_end(world, &wait);
     return st;
 }

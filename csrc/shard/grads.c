@@ -72,7 +72,10 @@ open_slot(fs_shards *shards, int u)
     slot_wait wait = {shards, shards->slot_tenant[layout->slot]};
     if (!slot_is_free(&wait)) {
         fs_world_note_op(shards->world, FS_OP_REDUCE, layout->name);
-        FS_TRY(fs_wait(shards->world, slot_is_free, &wait, 0));
+        fs_log_begin(shards->world, FS_OP_SLOT, unit->log_unit, 0);
+        fs_status st = fs_wait(shards->world, slot_is_free, &wait, 0);
+        fs_log_end(shards->world);
+        FS_TRY(st);
     }
     size_t params_n = (size_t)(layout->end - layout->first);
     unsigned char *present = fs_slot_present(shards, shards->rank, layout->slot);
@@ -361,14 +364,15 @@ sum_segment(fs_shards *shards, uint64_t k, const fs_seg *seg)
 {
     const fs_precision *precision = &shards->policy.precision;
     size_t n = seg->end - seg->begin;
-    bool any = false;
+    size_t sources_n = 0;
     for (int r = 0; r < shards->size; r++) {
         shards->sources[r] = source_of(shards, r, k, seg);
-        any = any || shards->sources[r] != NULL;
+        sources_n += shards->sources[r] != NULL;
     }
-    if (!any) {
+    if (sources_n == 0) {
         return;
     }
+    fs_log_add(shards->world, sources_n * n * fs_dtype_nbytes(precision->reduce));
     fs_sum sum = {
         .src = shards->sources,
         .src_n = (size_t)shards->size,
@@ -420,7 +424,11 @@ fs_drain(void *ctx)
     fs_shards *shards = ctx;
     bool nobody, moved = false;
     while (shards->layout->order_n > 0 && all_came(shards, shards->red, &nobody) && !nobody) {
+        int u = shards->layout->order[(shards->red - shards->base) %
+                                      (uint64_t)shards->layout->order_n];
+        fs_log_begin(shards->world, FS_OP_REDUCE, shards->units[u].log_unit, 0);
         sum_contribution(shards, shards->red);
+        fs_log_end(shards->world);
         shards->red++;
         atomic_store_explicit(&shards->blocks[shards->rank].counters->red, shards->red,
                               memory_order_release);

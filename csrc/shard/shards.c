@@ -86,6 +86,7 @@ open_lists(fs_shards *shards)
     }
     for (int u = 0; u < layout->units_n; u++) {
         shards->units[u].pool = -1;
+        shards->units[u].log_unit = fs_log_unit(shards->world, layout->units[u].name);
     }
     return FS_OK;
 }

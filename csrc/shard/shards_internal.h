@@ -40,6 +40,7 @@ typedef struct fs_unit {
     int gathers;       /* not yet released */
     int pool_first, pool_end; /* buffers it may use */
     int pool;          /* buffer it is gathered in, -1 */
+    int log_unit;      /* its name in the world's log */
     bool opened; /* its slot is ours to write and holds this micro-batch's or kept gradients */
     bool complete;     /* published out of turn: waits for the cursor */
     bool kept_local;   /* the slot holds earlier micro-batches that are not published yet */

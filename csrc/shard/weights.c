@@ -51,6 +51,7 @@ pull_unit(fs_shards *shards, int unit, unsigned char *buffer)
             }
             exec->device->copy(exec, buffer + first->at_n * nbytes, fs_own_at(shards, c, first),
                                n * nbytes);
+            fs_log_add(shards->world, n * nbytes);
         }
     }
 }
@@ -81,7 +82,9 @@ gather_into_pool(fs_shards *shards, int u)
     fs_pool_buffer *buffer = &shards->pool[chosen];
     remember_gather(shards, u);
     if (buffer->unit != u || buffer->epoch != shards->weights_epoch) {
+        fs_log_begin(shards->world, FS_OP_GATHER, unit->log_unit, 0);
         pull_unit(shards, u, buffer->data);
+        fs_log_end(shards->world);
         buffer->unit = u;
         buffer->epoch = shards->weights_epoch;
     }
@@ -158,6 +161,7 @@ pull_whole(fs_shards *shards)
         for (fs_seg_range s = fs_segs(shards->layout, c, -1); s.seg < s.end; s.seg++) {
             exec->device->copy(exec, fs_own_at(shards, shards->rank, s.seg),
                                fs_own_at(shards, c, s.seg), (s.seg->end - s.seg->begin) * nbytes);
+            fs_log_add(shards->world, (s.seg->end - s.seg->begin) * nbytes);
         }
     }
 }
@@ -169,7 +173,9 @@ fs_publish(fs_shards *shards, fs_op op)
     FS_TRY(fs_meet(shards->world, &what, NULL, NULL, FS_NOSIG));
     /* Owners write next after the next write fence, which this rank reaches only after pulling. */
     if (shards->policy.weights == FS_WEIGHTS_WHOLE) {
+        fs_log_begin(shards->world, FS_OP_GATHER, 0, 0);
         pull_whole(shards);
+        fs_log_end(shards->world);
     }
     shards->weights_epoch++;
     return FS_OK;

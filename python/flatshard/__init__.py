@@ -28,6 +28,7 @@ from .optim import SGD, Adagrad, Adam, AdamW, Lion, Optimizer, ParamGroup, StepR
 from .plan import Plan, describe, memory, plan
 from .policy import LossScale, MixedPrecision, Offload, Sharding
 from .shard import Parameter, Shards, Unit, shard, state_sha256, weights_sha256
+from .trace import Log
 from .world import World
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ __all__ = [
     "FlatshardError",
     "Lion",
     "LocalWorld",
+    "Log",
     "LossScale",
     "MemoryBudgetError",
     "MixedPrecision",

@@ -15,9 +15,10 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from . import _core, _log
+from . import _core, _log, trace
 from .errors import WorldError
 from .mesh import Mesh
+from .trace import Log
 
 __all__ = ["Handle", "World"]
 
@@ -493,6 +494,31 @@ class World:
             the rank that owns it.
         """
         return self._core.memory()
+
+    def log(self) -> Log:
+        """What every rank has done in this world so far: operations, bytes, seconds, waits.
+
+        Always on. Reads the ranks' memory: it waits for nobody, may be called on one rank alone and
+        at any time until the world is closed, also after a failure, when it tells what the lost
+        rank did last. A part made by `split` has a log of its own.
+
+        Returns
+        -------
+        Log
+            ``print`` shows it as a table, ``rows`` and ``total`` give figures, ``trace`` writes a
+            file for chrome://tracing or ui.perfetto.dev.
+
+        Raises
+        ------
+        RuntimeError
+            If the world is closed.
+
+        Notes
+        -----
+        An operation costs two looks at the clock and a few stores, 0.1 us or so. Each rank keeps
+        totals, and its last 4,096 operations, in a quarter of a megabyte of world memory.
+        """
+        return trace.read(self._core)
 
     def close(self) -> None:
         """Leaves the world. Never waits; a second call does nothing.

@@ -94,6 +94,59 @@ mismatch_body(fs_world *world, void *ctx)
     CHECK_STATUS(fs_world_usable(world), FS_ABORTED);
 }
 
+// ---- log ----------------------------------------------------------------------------------------
+
+/* Ranks read each other's logs while these are written: entries are whole. */
+static void
+log_body(fs_world *world, void *ctx)
+{
+    (void)ctx;
+    static const char *const units[] = {"", "layers.0", "layers.1"};
+    enum { N = 6000 };
+    int rank = fs_world_rank(world), size = fs_world_size(world), unit[3];
+    for (int u = 0; u < 3; u++) {
+        unit[u] = u == 0 ? 0 : fs_log_unit(world, units[u]);
+    }
+    CHECK(fs_log_unit(world, "layers.0") == unit[1] && unit[1] != unit[2], "names are kept once");
+    fs_log_entry *entries;
+    CHECK_OK(fs_calloc(FS_LOG_EVENTS, sizeof *entries, &entries));
+    uint64_t lost, seen = 0;
+    for (int i = 0; i < N; i++) {
+        fs_log_begin(world, FS_OP_REDUCE, unit[i % 3], 0);
+        fs_log_add(world, (uint64_t)(100 * (i % 3)));
+        fs_log_begin(world, FS_OP_GATHER, unit[1], 7); /* inside */
+        fs_log_end(world);
+        fs_log_end(world);
+        if (i % 500 != 0) {
+            continue;
+        }
+        size_t n = fs_log_read_events(world, (rank + 1) % size, entries, FS_LOG_EVENTS, &lost);
+        for (size_t k = 0; k < n; k++) {
+            const fs_log_entry *e = &entries[k];
+            uint64_t wanted = e->op == FS_OP_GATHER           ? 7
+                              : strcmp(e->unit, "") == 0         ? 0
+                              : strcmp(e->unit, "layers.0") == 0 ? 100
+                                                                 : 200;
+            bool ours = e->op == FS_OP_GATHER || e->op == FS_OP_REDUCE;
+            CHECK(!ours || e->nbytes == wanted, "%d of %s: %llu bytes", (int)e->op, e->unit,
+                  (unsigned long long)e->nbytes);
+        }
+        CHECK(lost + n >= seen, "events go back");
+        seen = lost + n;
+    }
+    CHECK_OK(fs_barrier(world));
+    size_t n = fs_log_read_totals(world, (rank + 1) % size, entries, FS_LOG_EVENTS);
+    uint64_t count = 0, nbytes = 0;
+    for (size_t k = 0; k < n; k++) {
+        count += entries[k].op == FS_OP_REDUCE ? entries[k].count : 0;
+        nbytes += entries[k].op == FS_OP_REDUCE ? entries[k].nbytes : 0;
+    }
+    CHECK(count == N && nbytes == N / 3 * 300, "%llu operations, %llu bytes",
+          (unsigned long long)count, (unsigned long long)nbytes);
+    fs_free(entries);
+    CHECK_OK(fs_barrier(world));
+}
+
 // ---- deadline, leaving, interrupt ---------------------------------------------------------------
 
 static void
@@ -221,6 +274,8 @@ test_endings(void)
     run_ranks(2, overtaken_body, NULL);
     static const fs_deadlines soon = {0.3, 0.1};
     run_ranks(2, mismatch_body, NULL);
+    run_ranks(3, log_body, NULL);
+    run_ranks(1, log_body, NULL);
     run_ranks_within(3, &soon, late_body, NULL);
     run_ranks(3, leaver_body, "ValueError: the reason");
     run_ranks(2, leaver_body, NULL);

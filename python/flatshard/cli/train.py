@@ -159,6 +159,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIGNAL",
     )
     add(run, "--json", "write the result as one object, on failure too", metavar="FILE")
+    add(run, "--trace", "write the ranks' last operations, for ui.perfetto.dev", metavar="FILE")
     add(run, "--prompt", "of the sample at the end", metavar="TEXT")
     add(run, "--sample-tokens", "length of the sample; 0: none", metavar="K")
     add(run, "--temperature", "of the sample")

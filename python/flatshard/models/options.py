@@ -81,6 +81,9 @@ class TrainConfig:
         Signals that end the run as Ctrl-C does, but with exit status 0 and a file ``stopped.json``.
     json : str, optional
         File for the result, written on failure too.
+    trace : str, optional
+        File for the ranks' operations, as chrome://tracing and ui.perfetto.dev read it; written on
+        failure too.
     prompt, sample_tokens, temperature
         Of the text written at the end; ``sample_tokens`` 0 writes none.
     """
@@ -123,6 +126,7 @@ class TrainConfig:
     reschedule: bool = _free(False)
     save_on: tuple[str, ...] = _free(())
     json: str | None = _free(None)
+    trace: str | None = _free(None)
     prompt: str = _free("def ")
     sample_tokens: int = _free(400)
     temperature: float = _free(0.7)

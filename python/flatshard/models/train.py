@@ -7,7 +7,7 @@ import math
 import signal as signals
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -107,6 +107,12 @@ class TrainResult:
     sample: str | None
 
 
+def write_trace(config: TrainConfig, world: World) -> None:
+    """The operations of all ranks so far, on rank 0, if the configuration asks for them."""
+    if config.trace and world.rank == 0:
+        world.log().trace(config.trace)
+
+
 def train(
     config: TrainConfig,
     *,
@@ -156,9 +162,12 @@ def train(
         run = _Run(config, world, asked, on_step, on_eval, on_save)
         try:
             result = run.go()
+            write_trace(config, world)
         except BaseException as error:
             if config.json:
                 write_result(config.json, {**run.known(), "error": reason(error)}, replace=False)
+            with suppress(Exception):  # what failed first is what is raised
+                write_trace(config, world)
             raise
         finally:
             run.close()
