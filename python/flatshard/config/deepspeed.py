@@ -130,6 +130,7 @@ def read_deepspeed(
         if known not in AUTO_NAMES:
             raise ConfigError(f"auto= has {known!r:.60}: expected {', '.join(AUTO_NAMES)}")
     reader = Reader(name, auto=auto)
+    _known_type(reader, values.get("optimizer"))
     found = reader.read(values, RULES)
     if "bf16" in found and "bfloat16" in found:
         reader.fail("bfloat16", "is the old name of bf16, which is there too; leave it out")
@@ -362,19 +363,26 @@ def _offload(reader: Reader, zero: Mapping[str, Any], device: str) -> Offload | 
 # ---- optimizer and schedule ---------------------------------------------------------------------
 
 
+def _known_type(reader: Reader, section: object) -> None:
+    """Refuses an optimizer by its name before any parameter of it that nobody else has."""
+    asked = section.get("type") if isinstance(section, Mapping) else None
+    if isinstance(asked, str) and asked != "auto" and not _is_offered(asked):
+        reader.fail(
+            "optimizer.type", f'is "{asked:.60}", which is not offered; there are {_listed()}'
+        )
+
+
+def _is_offered(asked: str) -> bool:
+    return OPTIMIZERS.get(asked.lower(), "") in offered()
+
+
 def _optimizer(reader: Reader, found: Mapping[str, Any] | None) -> OptimizerSettings | None:
     if found is None:
         return None
     if "type" not in found:
         reader.fail("optimizer.type", f"is missing: expected one of {', '.join(offered())}")
     asked = str(found["type"])
-    name = OPTIMIZERS.get(asked.lower(), "")
-    from .. import optim
-
-    if not hasattr(optim, name or "-"):
-        reader.fail(
-            "optimizer.type", f'is "{asked:.60}", which is not offered; there are {_listed()}'
-        )
+    name = OPTIMIZERS[asked.lower()]
     given = dict(found.get("params", {}))
     decoupled = given.pop("adam_w_mode", True)
     if name == "Adam" and decoupled:
