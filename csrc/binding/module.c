@@ -19,6 +19,12 @@ add_all(PyObject *module)
         fs_py_add_llama,
         fs_py_add_world,
     };
+    if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+        /* Types and worlds belong to the process; so do NumPy's, on which we stand. */
+        PyErr_Format(PyExc_ImportError,
+                     "flatshard works in the main interpreter alone, not in subinterpreters");
+        return -1;
+    }
     if (fs_numpy_import() < 0) {
         return -1;
     }

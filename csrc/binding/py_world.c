@@ -174,6 +174,10 @@ world_close(PyObject *object, PyObject *Py_UNUSED(ignored))
         (void)FS_FAIL(FS_ESTATE, "the world is in a call of another thread");
         return fs_raise(FS_ESTATE, NULL);
     }
+    if (self->world != NULL) {
+        deliver_events(self); /* may run Python, so still in the call */
+        fs_world_exit(self->world); /* shards that outlive it are told that it is closed */
+    }
     world_end(self);
     Py_RETURN_NONE;
 }

@@ -97,7 +97,9 @@ check_not_agreed(const fs_shards *shards, int u)
     FS_TRY(fs_shards_ready(shards));
     if (shards->agreed) {
         return FS_FAIL(FS_ESTATE,
-                       "rank %d: a gradient of unit %s came between grad_norm() and step()",
+                       "rank %d: a gradient of unit %s came between grad_norm() and step(), or "
+                       "after a step() that was interrupted: call step() to end it, or zero() to "
+                       "drop it",
                        shards->rank, shards->layout->units[u].name);
     }
     if (shards->settled) {
@@ -267,6 +269,10 @@ fs_round_end(fs_shards *shards, int64_t count, bool keep_local)
     FS_TRY(fs_shards_ready(shards));
     if (keep_local && !shards->policy.slot_per_unit) {
         return FS_FAIL(FS_EINVAL, "gradients can stay local (sync=False) at stages 0 and 1 only");
+    }
+    if (shards->agreed) {
+        return FS_FAIL(FS_ESTATE, "rank %d: a micro-batch ended between grad_norm() and step()",
+                       shards->rank);
     }
     while (shards->cursor < shards->layout->order_n) {
         FS_TRY(publish_next(shards, keep_local));

@@ -216,6 +216,9 @@ fs_unit_gather(fs_shards *shards, int unit, const void **out);
 FS_NODISCARD fs_status
 fs_unit_release(fs_shards *shards, int unit);
 
+/* Gathers of a unit that were not yet released. */
+int fs_unit_gathers(const fs_shards *shards, int unit);
+
 /* The world memory that gathered units lie in (retain it for a view that may outlive a release), or
  * NULL where they lie in the pool, which a release takes back. */
 fs_region *fs_unit_region(const fs_shards *shards);
@@ -287,8 +290,8 @@ fs_grad_put(fs_shards *shards, int param, const void *src, fs_dtype src_dtype);
 FS_NODISCARD fs_status
 fs_grad_publish(fs_shards *shards, int unit, bool keep_local);
 
-/* Ends a micro-batch: units that did not come are absent. count: tokens or samples it held, or -1
- * for "no count" (plain mean over ranks). */
+/* Ends a micro-batch (not once a step was agreed on): units that did not come are absent. count:
+ * tokens or samples it held, or -1 for "no count" (plain mean over ranks). */
 FS_NODISCARD fs_status
 fs_round_end(fs_shards *shards, int64_t count, bool keep_local);
 
@@ -373,6 +376,9 @@ FS_NODISCARD fs_status fs_step_agree(fs_shards *shards, double max_norm, fs_grad
  * a gradient (their step counts move). */
 FS_NODISCARD fs_status
 fs_step_finish(fs_shards *shards, const fs_hyper *hyper);
+
+/* Was a step agreed on and not finished? False again as soon as fs_step_finish is done. */
+bool fs_step_agreed(const fs_shards *shards);
 
 /* Which parameters had a gradient in the step agreed on: params_n bytes, equal on all ranks. */
 const unsigned char *fs_step_had(const fs_shards *shards);

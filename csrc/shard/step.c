@@ -222,6 +222,12 @@ fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm, bool local_
     return FS_OK;
 }
 
+bool
+fs_step_agreed(const fs_shards *shards)
+{
+    return shards->agreed;
+}
+
 const unsigned char *
 fs_step_had(const fs_shards *shards)
 {

@@ -132,6 +132,12 @@ fs_unit_release(fs_shards *shards, int u)
     return FS_OK;
 }
 
+int
+fs_unit_gathers(const fs_shards *shards, int u)
+{
+    return shards->units[u].gathers;
+}
+
 fs_region *
 fs_unit_region(const fs_shards *shards)
 {

@@ -23,6 +23,7 @@ _log = logging.getLogger("flatshard")
 
 #: In the order in which the core numbers them.
 _NORMS = (2.0, math.inf)
+_APPLIED, _SKIPPED, _IN_ROW, _LAST = range(4)
 #: Of the reason of a skip, as other ranks are told it.
 _REASON_NBYTES = 240
 
@@ -90,9 +91,8 @@ class Optimizer:
         self._shards._moments = tuple(moments)
         #: Applied updates of each parameter.
         self._steps = np.zeros(len(self._shards.parameters), np.int64)
-        self._applied = 0
-        self._skipped = 0
-        self._skips_in_row = 0
+        #: Steps applied, skipped, skipped in a row, and what the last one was, as the core counts.
+        self._books = np.zeros(4, np.int64)
         self._skip_reason: str | None = None
         self._max_norm: float | None = None
         self._norm_type = 2.0
@@ -124,6 +124,7 @@ class Optimizer:
     def loss_scale(self) -> float:
         """By what losses, and so gradients, must be multiplied before backward; 1 without loss
         scaling. The native models do it themselves. Constant between steps."""
+        self._catch_up()
         return self._scaler.scale
 
     @property
@@ -134,7 +135,15 @@ class Optimizer:
     @property
     def steps_skipped(self) -> int:
         """Steps that were skipped."""
-        return self._skipped
+        return int(self._books[_SKIPPED])
+
+    @property
+    def _applied(self) -> int:
+        return int(self._books[_APPLIED])
+
+    @_applied.setter
+    def _applied(self, steps: int) -> None:
+        self._books[_APPLIED] = steps
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -166,6 +175,7 @@ class Optimizer:
         """
         if not isinstance(reason, str):
             raise TypeError(f"reason: expected text, got {type(reason).__name__}")
+        self._catch_up()
         self._skip_reason = reason
 
     def _agree(
@@ -211,6 +221,7 @@ class Optimizer:
         ValueError
             A ``norm_type`` other than these two. Nothing moved.
         """
+        self._catch_up()
         verdict = self._agree(max_norm, norm_type)
         self._max_norm = max_norm
         self._norm_type = norm_type
@@ -257,6 +268,7 @@ class Optimizer:
         Three fences and one read and write of the owned state; no bytes move between ranks except
         with ``gather="copy"``, where stages 0 to 2 copy the other ranks' weights in.
         """
+        self._catch_up()
         if lr is not None:
             self.lr = lr
         core = [group.core() for group in self.groups]  # checked before anything is agreed on
@@ -267,18 +279,17 @@ class Optimizer:
         applied, reason, norm, clip, bad_param, bad_rank, count = self._agree(max_norm, norm_type)
         if applied and self._check_every and (self._applied + 1) % self._check_every == 0:
             self._shards.check()
-        self._shards._core.finish(self._rule, core, self._group_of, self._steps)
-        skip_reason, self._skip_reason = self._skip_reason, None
-        self._max_norm, self._norm_type = None, 2.0
+        skip_reason, scale = self._skip_reason, self._scaler.scale
+        self._shards._core.finish(
+            self._rule, core, self._group_of, self._steps, self._books, reason
+        )
+        overflow = self._catch_up()
         skipped: tuple[tuple[int, str], ...] = ()
         if REASONS[reason] == "rank_skipped":
             skipped = self._tell(skip_reason)
         nonfinite = None
         if bad_param >= 0:
             nonfinite = (self._shards.parameters[bad_param].name, bad_rank)
-        if applied:
-            self._applied += 1
-        scale = self._scaler.scale
         result = StepResult(
             applied=applied,
             reason=REASONS[reason],
@@ -291,9 +302,25 @@ class Optimizer:
             skipped=skipped,
         )
         self._account(result)
-        self._scaler.follow(result.reason)
-        self._shards._core.set_loss_scale(self._scaler.core)
+        if overflow is not None:
+            raise overflow
         return result
+
+    def _catch_up(self) -> NonFiniteError | None:
+        """Draw the consequences of the last step, once, although a Ctrl-C ended it: what it was
+        asked for is done with, and the loss scale follows. An overflow at the lowest scale."""
+        last = int(self._books[_LAST])
+        if last == 0:
+            return None
+        self._books[_LAST] = 0
+        self._skip_reason = None
+        self._max_norm, self._norm_type = None, 2.0
+        try:
+            self._scaler.follow(REASONS[last - 1])
+        except NonFiniteError as error:
+            return error
+        self._shards._core.set_loss_scale(self._scaler.core)
+        return None
 
     def _tell(self, reason: str | None) -> tuple[tuple[int, str], ...]:
         """Which ranks asked for a skip, and why. Collective."""
@@ -311,14 +338,12 @@ class Optimizer:
 
     def _account(self, result: StepResult) -> None:
         if result.applied:
-            self._skips_in_row = 0
             return
         if result.reason == "no_gradient":
             raise RuntimeError(
                 "step() without a gradient on any rank: nothing was reduced since the last step"
             )
-        self._skipped += 1
-        self._skips_in_row += 1
+        in_row = int(self._books[_IN_ROW])
         why = result.reason
         if result.nonfinite is not None:
             name, rank = result.nonfinite
@@ -326,17 +351,17 @@ class Optimizer:
             why = f"the gradient of {name} is not finite, from {source}"
         elif result.skipped:
             why = "; ".join(f"rank {rank} asked for it: {text}" for rank, text in result.skipped)
-        if self._skips_in_row == 1:
+        if in_row == 1:
             _log.warning("step skipped after %d applied: %s", self._applied, why)
-        if self._skips_in_row >= self._max_skips:
-            raise NonFiniteError(
-                f"{self._skips_in_row} steps in a row were skipped, the last because {why}"
-            )
+        if in_row >= self._max_skips:
+            raise NonFiniteError(f"{in_row} steps in a row were skipped, the last because {why}")
 
     def zero(self) -> None:
-        """Drop the gradients since the last step. Collective."""
+        """Drop the gradients since the last step, and one that was agreed on and not taken.
+        Collective."""
         self._shards.end_micro_batch()
         self._shards._core.grad_drop()
+        self._catch_up()
         self._max_norm, self._norm_type = None, 2.0
         self._skip_reason = None
 
@@ -344,11 +369,12 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """Everything but the moments, as JSON-able values: rule, groups, step counts."""
+        self._catch_up()
         return {
             "rule": self._rule_name,
             "applied": self._applied,
-            "skipped": self._skipped,
-            "skips_in_row": self._skips_in_row,
+            "skipped": self.steps_skipped,
+            "skips_in_row": int(self._books[_IN_ROW]),
             "moments": list(self._shards._moments),
             "scaler": self._scaler.state() if self._scaler.policy is not None else None,
             "groups": [
@@ -418,9 +444,7 @@ class Optimizer:
         for p, parameter in enumerate(self._shards.parameters):
             self._group_of[p] = numbers.get(parameter.name, 0)
             self._steps[p] = state["steps"].get(parameter.name, 0)
-        self._applied = int(state["applied"])
-        self._skipped = int(state["skipped"])
-        self._skips_in_row = int(state["skips_in_row"])
+        self._books[:] = state["applied"], state["skipped"], state["skips_in_row"], 0
         if state.get("scaler") is not None and self._scaler.policy is not None:
             self._scaler.restore(state["scaler"])
             self._shards._core.set_loss_scale(self._scaler.core)

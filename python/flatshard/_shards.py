@@ -267,6 +267,12 @@ class Shards:
     def _begin_reduce(self, unit: int, count: int | None) -> None:
         if count is not None and count < 0:
             raise ValueError(f"count={count!r}: expected 0 or more")
+        if self._core.agreed():
+            raise RuntimeError(
+                f"rank {self.world.rank}: a gradient of unit {self.units[unit].name} came between "
+                "grad_norm() and step(), or after a step() that was interrupted: call step() to "
+                "end it, or zero() to drop it"
+            )
         if unit in self._reduced:
             self.end_micro_batch()
         elif self._reduced and count != self._count:

@@ -24,7 +24,6 @@ class Unit:
         self._shards = shards
         self._index = index
         self._params = tuple(params)
-        self._gathers = 0
         #: The unit's name.
         self.name = name
 
@@ -39,7 +38,7 @@ class Unit:
     @property
     def state(self) -> Literal["gathered", "released"]:
         """Whether the weights are readable here (by :meth:`gather`)."""
-        return "gathered" if self._gathers else "released"
+        return "gathered" if self._shards._core.gathers(self._index) else "released"
 
     def gather(self) -> dict[str, Array]:
         """Make the weights readable.
@@ -65,7 +64,6 @@ class Unit:
         with "copy".
         """
         arrays = self._shards._core.gather(self._index)
-        self._gathers += 1
         named: dict[str, Array] = {}
         for p, array in zip(self._params, arrays, strict=True):
             for name in self._shards.parameters[p].names:
@@ -83,7 +81,6 @@ class Unit:
             The unit is not gathered.
         """
         self._shards._core.release(self._index)
-        self._gathers -= 1
 
     @contextlib.contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[dict[str, Array]]:
@@ -102,28 +99,43 @@ class Unit:
 
         Notes
         -----
+        The arrays are not to be read after the block; with "copy" and stage 3 one that is still
+        referred to is a BufferError, but for a block that ends by an exception, whose traceback may
+        refer to it.
+
         With ``write`` a rank that writes another value than its peers changes its own part alone:
         compute the new value alike on every rank, or broadcast it first.
         """
-        arrays = self.gather()
+        core, arrays = self._shards._core, {}
+        before = core.gathers(self._index)
         try:
+            arrays = self.gather()
             if not write:
                 yield arrays
-                return
-            copies: dict[str, Array] = {}
-            for p in self._params:
-                names = self._shards.parameters[p].names
-                copies[names[0]] = arrays[names[0]].copy()
-                for name in names[1:]:
-                    copies[name] = copies[names[0]]
+            else:
+                yield from self._written(arrays)
+        except BaseException:
+            # Frames of the traceback may hold arrays: that must not hide what went wrong.
             arrays.clear()
-            yield copies
-            with self._shards.storing() as store:
-                for p in self._params:
-                    store(p, WEIGHT, copies[self._shards.parameters[p].name])
-        finally:
+            if core.gathers(self._index) > before:  # Ctrl-C may have come as gather() ended
+                core.release(self._index, True)
+            raise
+        else:
             arrays.clear()
             self.release()
+
+    def _written(self, arrays: dict[str, Array]) -> Iterator[dict[str, Array]]:
+        copies: dict[str, Array] = {}
+        for p in self._params:
+            names = self._shards.parameters[p].names
+            copies[names[0]] = arrays[names[0]].copy()
+            for name in names[1:]:
+                copies[name] = copies[names[0]]
+        arrays.clear()
+        yield copies
+        with self._shards.storing() as store:
+            for p in self._params:
+                store(p, WEIGHT, copies[self._shards.parameters[p].name])
 
     def reduce(self, grads: Mapping[str, Array], *, count: int | None = None) -> None:
         """Hand in this micro-batch's gradients of the unit; they are summed over ranks.
