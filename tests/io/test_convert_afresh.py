@@ -1,6 +1,7 @@
 """Folders that PyTorch, transformers and DeepSpeed write now, by the scripts that made the
 committed ones: what is installed must be read as the versions of then are."""
 
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -12,6 +13,7 @@ import sys
 import converted
 import pytest
 import safetensors.numpy
+import test_convert_deepspeed
 import test_convert_torch
 
 from flatshard import checkpoint
@@ -30,14 +32,17 @@ def make(script: str, folder: pathlib.Path, *words: str, python: str = sys.execu
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
     )
     try:
         out, _ = process.communicate(timeout=150)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            # The launcher ends its workers, which are in sessions of their own, on this one.
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=40)
+            process.kill()
+            process.communicate(timeout=10)
     assert process.returncode == 0, out[-3000:]
 
 
@@ -78,3 +83,19 @@ def test_transformers(tmp_path) -> None:
     converted.loads(
         tmp_path / "run", truth, ties=[("lm_head.weight", "model.embed_tokens.weight")], steps=3
     )
+
+
+def with_deepspeed() -> str | None:
+    """A Python that has DeepSpeed: this one, or the one that .ci/run made."""
+    if importlib.util.find_spec("deepspeed") is not None:
+        return sys.executable
+    other = pathlib.Path(__file__).resolve().parents[2] / "build" / "others" / "bin" / "python"
+    return str(other) if other.exists() else None
+
+
+@pytest.mark.skipif(with_deepspeed() is None, reason="no deepspeed")
+def test_deepspeed(tmp_path) -> None:
+    make("make_deepspeed.py", tmp_path, python=with_deepspeed() or "")
+    for stage in test_convert_deepspeed.STAGES:
+        run = tmp_path / f"run-{stage}"
+        test_convert_deepspeed.check(tmp_path / f"deepspeed-{stage}", run, stage)

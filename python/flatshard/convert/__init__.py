@@ -14,7 +14,7 @@ from typing import Literal
 
 from .._folders import committed
 from ..errors import CheckpointError
-from . import _dcp, _huggingface
+from . import _dcp, _deepspeed, _huggingface
 from ._foreign import FLOATS, Foreign, opened
 from ._write import Converted, Options, plan, write
 
@@ -42,8 +42,8 @@ def convert(
     source : path
         A Hugging Face folder (safetensors, or ``pytorch_model.bin``, single or sharded), with an
         ``optimizer.bin`` or ``optimizer.pt`` beside where there is one; a DCP folder (FSDP2,
-        torchtitan, Accelerate); FSDP's ``pytorch_model_fsdp.bin`` with its optimizer's state; a
-        single file of weights.
+        torchtitan, Accelerate); a DeepSpeed folder of ZeRO 1, 2 or 3; FSDP's
+        ``pytorch_model_fsdp.bin`` with its optimizer's state; a single file of weights.
     directory : path or None
         A run's folder; gets ``step-NNNNNN``, committed as a save is. None writes nothing and only
         reports.
@@ -115,6 +115,9 @@ def _read(
 ) -> Foreign:
     """What the folder holds, by what lies in it. Files stay open until the stack is left."""
     folder = stack.enter_context(opened(path))
+    deepspeed = None if name is not None else _deepspeed.folder_of(folder)
+    if deepspeed is not None:
+        return _deepspeed.read(stack.enter_context(opened(deepspeed)), names)
     dcp = [] if name is not None else _dcp.folders_of(folder)
     if dcp:
         return _dcp.read([stack.enter_context(opened(found)) for found in dcp], names)

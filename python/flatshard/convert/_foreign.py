@@ -63,6 +63,8 @@ class Foreign:
     ties: dict[str, str] = field(default_factory=dict)
     #: Parameters known not to be trained.
     frozen: set[str] = field(default_factory=set)
+    #: Names of which only the name is there: a tie may be said of them.
+    nameless: set[str] = field(default_factory=set)
     #: State by parameter and key: "exp_avg" and the like.
     state: dict[str, dict[str, Array]] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
@@ -231,6 +233,7 @@ def renamed(foreign: Foreign, where: str) -> None:
     foreign.weights = {plain[name]: array for name, array in foreign.weights.items()}
     foreign.ties = {plain[alias]: of(plain, name) for alias, name in foreign.ties.items()}
     foreign.frozen = {of(plain, name) for name in foreign.frozen}
+    foreign.nameless = {*foreign.nameless, *(of(short, name) for name in foreign.nameless)}
     foreign.state = {of(short, name): value for name, value in foreign.state.items()}
     foreign.steps = {of(short, name): value for name, value in foreign.steps.items()}
     for group in foreign.groups:

@@ -201,9 +201,13 @@ def _tie(foreign: Foreign, where: str, said: Mapping[str, str]) -> None:
     """Make one parameter of two names: those that the folder or the caller ties, and those that
     hold the same trained matrix although one of them has no state."""
     for alias, name in said.items():
+        if alias in foreign.nameless and name in foreign.weights:
+            foreign.ties[alias] = name
+            foreign.left_out[:] = [entry for entry in foreign.left_out if entry[0] != alias]
+            continue
         for each in (alias, name):
             if each not in foreign.weights and each not in foreign.ties:
-                hint = nearest(each, foreign.weights)
+                hint = nearest(each, [*foreign.weights, *foreign.nameless])
                 raise CheckpointError(f"{where}: no parameter is called {each}{hint}")
         if foreign.ties.get(alias) == name or foreign.ties.get(name) == alias:
             continue
