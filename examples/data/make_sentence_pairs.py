@@ -92,7 +92,8 @@ def pairs() -> list[tuple[str, str, frozenset[str]]]:
             places.setdefault(paragraph, set()).add(place)
     order = sorted(places)
     random.Random(SEED).shuffle(order)
-    found, seen = [], set()
+    found: list[tuple[str, str, frozenset[str]]] = []
+    seen: set[str] = set()
     for paragraph in order:
         sentences = re.split(r"(?<=[a-z\"')]\.)\s+(?=[A-Z])", paragraph)
         for one, two in zip(sentences[::2], sentences[1::2], strict=False):

@@ -8,7 +8,6 @@ _OPTIMIZERS = "this version has SGD, Adam, AdamW, Lion and Adagrad"
 
 #: Public names to what serves meanwhile.
 LATER = {
-    "hf": "flatshard.models.Llama reads and writes Hugging Face folders",
     "LAMB": _OPTIMIZERS,
     "Muon": _OPTIMIZERS,
 }

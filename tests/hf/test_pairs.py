@@ -68,9 +68,7 @@ def test_the_label_is_what_the_header_says() -> None:
     library = Path(sysconfig.get_path("stdlib"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for path in [*library.glob("*.py"), *library.glob("[a-z]*/*.py")]:
-            if path.parent.name in ("test", "tests", "site-packages"):
-                continue
+        for path in library.glob("[a-h]*.py"):
             for node in ast.walk(ast.parse(path.read_bytes())):
                 if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                     texts.append(ast.get_docstring(node) or "")
@@ -83,5 +81,5 @@ def test_the_label_is_what_the_header_says() -> None:
         ]
         for label in "01"
     }
-    assert sum(found["1"]) > 0.7 * len(found["1"]) > 200
-    assert not any(found["0"]) and len(found["0"]) > 200
+    assert sum(found["1"]) > 0.9 * len(found["1"]) > 90
+    assert not any(found["0"]) and len(found["0"]) > 90

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
 import flatshard as fs
@@ -16,12 +14,6 @@ pytestmark = pytest.mark.quick
 def test_names(name: str) -> None:
     with pytest.raises(AttributeError, match=f"flatshard.{name} is not there yet: "):
         getattr(fs, name)
-
-
-@pytest.mark.parametrize("name", ["hf"])
-def test_modules(name: str) -> None:
-    with pytest.raises(ImportError, match=f"flatshard.{name} is not there yet: "):
-        importlib.import_module(f"flatshard.{name}")
 
 
 def test_homes_and_places() -> None:

@@ -1,7 +1,0 @@
-"""The Hugging Face Trainer and Accelerate: not there yet. Importing this says so."""
-
-from ._later import sentence
-
-__all__: list[str] = []
-
-raise ImportError(sentence("hf"))

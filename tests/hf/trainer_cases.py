@@ -1,0 +1,661 @@
+"""Cases of the Trainer; see job.py. Each is judged in test_trainer.py."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import small
+import torch
+import transformers
+
+import flatshard.torch as ft
+from flatshard import hf
+
+#: What every run has in common; SGD with momentum, so that rounding noise stays noise.
+COMMON: dict[str, Any] = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 1,
+    "max_grad_norm": 0.5,
+    "optim": "sgd",
+    "optim_args": "momentum=0.9",
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "per_device_eval_batch_size": 4,
+}
+
+
+def arguments(folder: Path, kind: Any = None, **changes: Any) -> Any:
+    kind = hf.TrainingArguments if kind is None else kind
+    return kind(output_dir=str(folder / "out"), **{**COMMON, **changes})
+
+
+def made(kind: Any, args: Any, rows: Any, **options: Any) -> Any:
+    trainer = kind(
+        args=args, train_dataset=rows, eval_dataset=small.sequences(6, seed=9), **options
+    )
+    trainer.callback_handler.pop_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def trained(kind: Any, model: Any, args: Any, rows: Any, **options: Any) -> Any:
+    trainer = made(kind, args, rows, model=model, **options)
+    trainer.train()
+    return trainer
+
+
+def history(trainer: Any, key: str) -> list[float]:
+    return [row[key] for row in trainer.state.log_history if key in row]
+
+
+def stock(folder: Path, model: Any, rows: Any, **changes: Any) -> Any:
+    """transformers' own, over DDP."""
+    args = arguments(folder, transformers.TrainingArguments, use_cpu=True, **changes)
+    return trained(transformers.Trainer, model, args, rows)
+
+
+def ours(folder: Path, model: Any, rows: Any, **changes: Any) -> Any:
+    return trained(hf.Trainer, model, arguments(folder, **changes), rows)
+
+
+def compared(folder: Path, **changes: Any) -> dict[str, Any]:
+    rows = small.sequences(40)
+    mine = {k: v for k, v in changes.items() if k in ("fsdp", "fsdp_config", "deepspeed",
+            "flatshard", "sharded_ddp")}  # fmt: skip
+    theirs = {k: v for k, v in changes.items() if k not in mine}
+    one = stock(folder, small.llama(), rows, **theirs)
+    two = ours(folder, small.llama(), rows, **changes)
+    return {
+        "apart": small.apart(small.weights(two.model), small.weights(one.model)),
+        "moved": small.apart(small.weights(two.model), small.weights(small.llama())),
+        "loss": [history(one, "loss"), history(two, "loss")],
+        "grad_norm": [history(one, "grad_norm"), history(two, "grad_norm")],
+        "rate": [history(one, "learning_rate"), history(two, "learning_rate")],
+        "eval": [one.evaluate()["eval_loss"], two.evaluate()["eval_loss"]],
+        "stage": ft.shards(two.model).policy.sharding.stage,
+        "digest": small.digest(small.weights(two.model)),
+    }
+
+
+CASES: dict[str, Any] = {}
+ALONE: dict[str, Any] = {}
+
+
+def case(function: Any) -> Any:
+    CASES[function.__name__] = function
+    return function
+
+
+def alone(function: Any) -> Any:
+    ALONE[function.__name__] = function
+    return function
+
+
+# ---- equality with DDP --------------------------------------------------------------------------
+
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+
+
+@case
+def default(folder: Path) -> Any:
+    return compared(folder)
+
+
+@case
+def fsdp(folder: Path) -> Any:
+    config = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    found = compared(folder, fsdp=True, fsdp_config=config)
+    return {
+        **found,
+        "untouched": config == {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    }
+
+
+@case
+def deepspeed(folder: Path) -> Any:
+    path = folder / f"zero3-{os.getpid()}.json"
+    path.write_text(json.dumps(ZERO3))
+    return compared(folder, deepspeed=str(path))
+
+
+@case
+def sharded_ddp(folder: Path) -> Any:
+    return compared(folder, sharded_ddp=True)
+
+
+@case
+def no_clipping(folder: Path) -> Any:
+    return compared(folder, max_grad_norm=0.0)
+
+
+@case
+def optimizers(folder: Path) -> Any:
+    rows, found = small.sequences(40), {}
+    for name, more in {
+        "adamw_torch_fused": {"adam_epsilon": 1e-4},
+        "adagrad": {"learning_rate": 0.01},
+    }.items():
+        changes = {"optim": name, "optim_args": None, "weight_decay": 0.1, **more}
+        one = stock(folder, small.llama(), rows, **changes)
+        two = ours(folder, small.llama(), rows, **changes)
+        found[name] = small.apart(small.weights(two.model), small.weights(one.model))
+    lion = ours(folder, small.llama(), rows, optim="lion_32bit", optim_args=None,
+                learning_rate=1e-3)  # fmt: skip
+    found["lion_32bit"] = type(lion.optimizer.optimizer).__name__
+    try:
+        ours(folder, small.llama(), rows, optim="adafactor", optim_args=None)
+    except Exception as error:
+        found["adafactor"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@case
+def whole_batch(folder: Path) -> Any:
+    """Against one process that sees the step's batch at once: token weights are right."""
+    rows = small.sequences(8)
+    changes = {"max_steps": 1, "train_sampling_strategy": "sequential", "max_grad_norm": 1e9,
+               "warmup_steps": 0, "optim_args": None}  # fmt: skip
+    trainer = ours(folder, small.llama(), rows, **changes)
+    model = small.llama()
+    batch = small.batch_of(rows)
+    count = int((batch["labels"][:, 1:] != -100).sum())
+    loss = model(**batch, num_items_in_batch=torch.tensor(count)).loss
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return {
+        "apart": small.apart(small.weights(trainer.model), small.weights(model)),
+        "loss": [history(trainer, "loss")[0], float(loss)],
+        "norm": [history(trainer, "grad_norm")[0], float(norm)],
+    }
+
+
+@case
+def frozen_base(folder: Path) -> Any:
+    """As with adapters: most Parameters do not move."""
+
+    def model() -> Any:
+        made = small.llama()
+        made.requires_grad_(False)
+        for layer in made.model.layers:
+            layer.mlp.requires_grad_(True)
+        return made
+
+    rows = small.sequences(40)
+    one = stock(folder, model(), rows)
+    two = ours(folder, model(), rows)
+    before = small.weights(small.llama())
+    after = small.weights(two.model)
+    return {
+        "apart": small.apart(after, small.weights(one.model)),
+        "still": all(torch.equal(after[n], before[n]) for n in after if "mlp" not in n),
+    }
+
+
+# ---- the traps ----------------------------------------------------------------------------------
+
+
+@case
+def without_use_cpu(folder: Path) -> Any:
+    found: dict[str, Any] = {"ours": arguments(folder).world_size}
+    plain = arguments(folder, transformers.TrainingArguments)
+    found["stock"] = plain.world_size
+    try:
+        hf.Trainer(model=small.llama(), args=plain, train_dataset=small.sequences(4))
+    except Exception as error:
+        found["refused"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@case
+def plain_arguments(folder: Path) -> Any:
+    """transformers' own arguments are taken over, and stay as they were."""
+    config = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    args = arguments(
+        folder, transformers.TrainingArguments, use_cpu=True, fsdp=True, fsdp_config=config
+    )
+    trainer = trained(hf.Trainer, small.llama(), args, small.sequences(40))
+    return {
+        "sharded": ft.is_sharded(trainer.model),
+        "kept": bool(args.fsdp),
+        "digest": small.digest(small.weights(trainer.model)),
+    }
+
+
+@case
+def misspelt(folder: Path) -> Any:
+    found = {}
+    for name, changes in {
+        "fsdp": {"fsdp": True, "fsdp_config": {"reshard_after_forwrd": True}},
+        "deepspeed": {"deepspeed": {"zero_optimisation": {"stage": 3}}},
+        "nested": {"deepspeed": {"zero_optimization": {"stge": 3}}},
+        "layer": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaLayer"]}},
+        "both": {"fsdp": True, "deepspeed": ZERO3},
+        "checkpointing": {
+            "fsdp": True,
+            "fsdp_config": {"activation_checkpointing": True},
+            "activation_checkpointing": True,
+        },
+        "batch": {"deepspeed": {**ZERO3, "train_micro_batch_size_per_gpu": 7}},
+    }.items():
+        try:
+            trained(hf.Trainer, small.llama(), arguments(folder, **changes), small.sequences(40))
+            found[name] = "accepted"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@case
+def evaluate_first(folder: Path) -> Any:
+    rows = small.sequences(40)
+    trainer = made(hf.Trainer, arguments(folder), rows, model=small.llama())
+    trainer.evaluate()
+    transformers.set_seed(42)
+    trainer.train()
+    again = ours(folder, small.llama(), rows)
+    return {
+        "same": small.digest(small.weights(trainer.model))
+        == small.digest(small.weights(again.model)),
+        "digest": small.digest(small.weights(trainer.model)),
+    }
+
+
+@case
+def second_trainer(folder: Path) -> Any:
+    """A model that was trained in fp32 trains on in bf16, as a fresh one would."""
+    rows = small.sequences(40)
+    used = ours(folder, small.llama(), rows, max_steps=1, warmup_steps=0).model
+    fresh = small.llama()
+    fresh.load_state_dict({k: v.clone() for k, v in used.state_dict().items()})
+    before = small.weights(used)
+    one = ours(folder, used, rows, bf16=True)
+    digests = [small.digest(small.weights(used))]
+    two = ours(folder, fresh, rows, bf16=True)
+    digests.append(small.digest(small.weights(fresh)))
+    plain = small.llama()
+    plain.load_state_dict({n: before.get(n, v) for n, v in plain.state_dict().items()})
+    plain.tie_weights()
+    three = ours(folder, plain, rows)
+    four = ours(folder, used, rows)
+    return {
+        "losses": [history(t, "loss") for t in (one, two, three, four)],
+        "digests": digests,
+        "autocast": ["_original_forward" in vars(used), "_original_forward" in vars(fresh)],
+    }
+
+
+@case
+def classification(folder: Path) -> Any:
+    """The loss is a mean, whatever forward() takes: neither ranks nor micro-batches multiply it."""
+    rows = small.classified(8)
+    changes = {"max_steps": 1, "train_sampling_strategy": "sequential", "max_grad_norm": 1e9,
+               "warmup_steps": 0, "optim_args": None}  # fmt: skip
+    trainer = ours(folder, small.bert(), rows, **changes)
+    model = small.bert()
+    loss = model(**small.batch_of(rows)).loss
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    held = small.classified(8, seed=4)
+    trainer.eval_dataset = held
+    with torch.no_grad():
+        eval_loss = float(model.eval()(**small.batch_of(held)).loss)
+    wrong = stock(folder, small.bert(), rows, **changes)
+    return {
+        "apart": small.apart(small.weights(trainer.model), small.weights(model)),
+        "loss": [history(trainer, "loss")[0], float(loss), history(wrong, "loss")[0]],
+        "norm": [history(trainer, "grad_norm")[0], float(norm), history(wrong, "grad_norm")[0]],
+        "eval": [trainer.evaluate()["eval_loss"], eval_loss],
+    }
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+          "max_steps": 6, "save_total_limit": 3}  # fmt: skip
+
+
+@case
+def best_model(folder: Path) -> Any:
+    """The rate is high at the end, so the best checkpoint is not the last."""
+    changes = {**SAVING, "load_best_model_at_end": True, "learning_rate": 4.0,
+               "lr_scheduler_type": "constant", "max_grad_norm": 1.0}  # fmt: skip
+    where = folder / "best"
+    trainer = ours(where, small.llama(), small.sequences(40), **changes)
+    losses = {row["step"]: row["eval_loss"] for row in trainer.state.log_history
+              if "eval_loss" in row}  # fmt: skip
+    best = trainer.state.best_model_checkpoint
+    from safetensors.torch import load_file
+
+    saved = load_file(os.path.join(best, "model.safetensors"))
+    now = {n: p.detach() for n, p in trainer.model.named_parameters()}
+    return {
+        "losses": losses,
+        "best": os.path.basename(best),
+        "restored": all(torch.equal(now[n], saved[n]) for n in now if n in saved),
+        "saved": len(saved),
+        "again": trainer.evaluate()["eval_loss"],
+        "files": sorted(os.listdir(best)),
+    }
+
+
+@case
+def early_stopping(folder: Path) -> Any:
+    args = arguments(folder / "early", **{**SAVING, "max_steps": 20, "learning_rate": 4.0,
+                     "lr_scheduler_type": "constant", "max_grad_norm": 1.0},
+                     load_best_model_at_end=True)  # fmt: skip
+    trainer = trained(
+        hf.Trainer, small.llama(), args, small.sequences(40),
+        callbacks=[transformers.EarlyStoppingCallback(1)],
+    )  # fmt: skip
+    losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    return {"steps": trainer.state.global_step, "losses": losses}
+
+
+def resumable(where: Path, **changes: Any) -> Any:
+    return arguments(where, **{**SAVING, "optim": "adamw_torch", "optim_args": None, **changes})
+
+
+@case
+def resume(folder: Path) -> Any:
+    where = folder / "resume"
+    rows = small.sequences(40)
+    whole = trained(hf.Trainer, small.llama(), resumable(where), rows)
+    final = small.digest(small.weights(whole.model))
+    newest = where / "out" / "checkpoint-6"
+    whole.accelerator.wait_for_everyone()
+    if whole.args.should_save:  # as a kill would have left it
+        (newest / "flatshard-complete.json").unlink()
+    whole.accelerator.wait_for_everyone()
+    again = made(hf.Trainer, resumable(where), rows, model=small.llama(seed=7))
+    again.train(resume_from_checkpoint=True)
+    return {
+        "same": small.digest(small.weights(again.model)) == final,
+        "history": [history(whole, "loss"), history(again, "loss")],
+        "rate": [history(whole, "learning_rate"), history(again, "learning_rate")],
+        "folders": sorted(os.listdir(where / "out")),
+    }
+
+
+@case
+def damaged(folder: Path) -> Any:
+    where = folder / "damaged"
+    rows = small.sequences(40)
+    trainer = trained(hf.Trainer, small.llama(), resumable(where, max_steps=4), rows)
+    trainer.accelerator.wait_for_everyone()
+    path = where / "out" / "checkpoint-4" / "optimizer.pt"
+    if trainer.args.should_save:
+        path.write_bytes(path.read_bytes()[:-9])
+    trainer.accelerator.wait_for_everyone()
+    found = {}
+    for name, value in {"named": str(path.parent), "newest": True}.items():
+        args = resumable(where, max_steps=4, save_strategy="no")
+        again = made(hf.Trainer, args, rows, model=small.llama(seed=7))
+        try:
+            again.train(resume_from_checkpoint=value)
+            found[name] = again._initial_global_step
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@case
+def for_another_world(folder: Path) -> Any:
+    """Saved here by two ranks, resumed by one in `resume_alone`: the steps have equal batches."""
+    where = folder / "other"
+    changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4,
+               "train_sampling_strategy": "sequential"}  # fmt: skip
+    trainer = trained(hf.Trainer, small.llama(), resumable(where, **changes), small.sequences(48))
+    torch.save(small.weights(trainer.model), folder / f"other-{trainer.args.process_index}.pt")
+    return {"loss": history(trainer, "loss")}
+
+
+@alone
+def resume_alone(folder: Path) -> Any:
+    where = folder / "other"
+    changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8,
+               "train_sampling_strategy": "sequential", "save_strategy": "no"}  # fmt: skip
+    args = resumable(where, **changes)
+    trainer = made(hf.Trainer, args, small.sequences(48), model=small.llama(seed=7))
+    trainer.train(resume_from_checkpoint=str(where / "out" / "checkpoint-4"))
+    return {
+        "apart": small.apart(small.weights(trainer.model), torch.load(folder / "other-0.pt")),
+        "loss": history(trainer, "loss"),
+    }
+
+
+@alone
+def fsdp_alone(folder: Path) -> Any:
+    """Stock refuses FSDP in one process; here it is a world of one."""
+    rows = small.sequences(40)
+    trainer = ours(folder / "one", small.llama(), rows, fsdp=True, fsdp_config={})
+    plain = arguments(folder / "one", transformers.TrainingArguments, use_cpu=True)
+    one = trained(transformers.Trainer, small.llama(), plain, rows)
+    return {"apart": small.apart(small.weights(trainer.model), small.weights(one.model))}
+
+
+@alone
+def auto_batch(folder: Path) -> Any:
+    """Memory runs out at the first size; the second trains."""
+
+    class Greedy(hf.Trainer):
+        def training_step(self, model: Any, inputs: Any, *more: Any) -> Any:
+            if len(inputs["input_ids"]) > 2:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: planted")
+            return super().training_step(model, inputs, *more)
+
+    args = arguments(folder / "auto", auto_find_batch_size=True, per_device_train_batch_size=4,
+                     gradient_accumulation_steps=1)  # fmt: skip
+    trainer = trained(Greedy, small.llama(), args, small.sequences(40))
+    return {"steps": trainer.state.global_step, "batch": trainer._train_batch_size}
+
+
+@case
+def auto_batch_of_two(folder: Path) -> Any:
+    return ours(folder, small.llama(), small.sequences(8), auto_find_batch_size=True)
+
+
+@case
+def predict(folder: Path) -> Any:
+    """Nine rows on two ranks: none is missing and none comes twice."""
+    rows = small.classified(9)
+    args = arguments(folder, max_steps=1)
+    trainer = trained(hf.Trainer, small.bert(), args, small.classified(8),
+                      compute_metrics=lambda p: {"right": float((p.predictions.argmax(-1) ==
+                                                                p.label_ids).mean())})  # fmt: skip
+    found = trainer.predict(rows)
+    with torch.no_grad():
+        logits = trainer.model.eval()(**small.batch_of(rows)).logits
+    return {
+        "shape": list(found.predictions.shape),
+        "apart": float((torch.tensor(found.predictions) - logits).abs().max()),
+        "labels": found.label_ids.tolist() == [r["labels"] for r in rows],
+        "right": [found.metrics["test_right"],
+                  float((logits.argmax(-1) == small.batch_of(rows)["labels"]).float().mean())],
+    }  # fmt: skip
+
+
+@case
+def replaced(folder: Path) -> Any:
+    """A copy of the arguments keeps what was asked."""
+    args = arguments(folder, fsdp=True, fsdp_config={"reshard_after_forward": False})
+    copy = dataclasses.replace(args, learning_rate=0.5)
+    return {"one": args.flatshard, "two": copy.flatshard, "fsdp": [args.fsdp, copy.fsdp],
+            "json": "reshard_after_forward" in args.to_json_string()}  # fmt: skip
+
+
+@case
+def model_init(folder: Path) -> Any:
+    """A new model at each train(); the memory of the one before goes back."""
+    args = arguments(folder, max_steps=2)
+    trainer = made(hf.Trainer, args, small.sequences(40), model_init=lambda: small.llama())
+    digests = []
+    for _ in range(2):
+        before = trainer.model
+        trainer.train()
+        digests.append(small.digest(small.weights(trainer.model)))
+    return {"same": len(set(digests)) == 1, "unsharded": not ft.is_sharded(before)}
+
+
+@case
+def subclass(folder: Path) -> Any:
+    """A Trainer of somebody else's that computes its own loss, with the mixin before it."""
+
+    class Theirs(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False,
+                         num_items_in_batch: Any = None) -> Any:  # fmt: skip
+            outputs = model(input_ids=inputs["input_ids"])
+            logits = outputs.logits[:, :-1].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, inputs["labels"][:, 1:].flatten())
+            return (loss, outputs) if return_outputs else loss
+
+        loss_is_scaled_for_ga = False
+
+    class Mine(hf.TrainerMixin, Theirs):
+        pass
+
+    rows = small.sequences(40)
+    plain = arguments(folder, transformers.TrainingArguments, use_cpu=True)
+    one = trained(Theirs, small.llama(), plain, rows)
+    two = trained(Mine, small.llama(), arguments(folder), rows)
+    return {
+        "apart": small.apart(small.weights(two.model), small.weights(one.model)),
+        "sharded": ft.is_sharded(two.model),
+    }
+
+
+# ---- precision ----------------------------------------------------------------------------------
+
+
+@case
+def bf16_autocast(folder: Path) -> Any:
+    """bf16 without a configuration: autocast around fp32 weights, as DDP has it."""
+    return {**compared(folder, bf16=True), "dtype": "float32"}
+
+
+@case
+def bf16_aligned(folder: Path) -> Any:
+    """FSDP's file and DeepSpeed's: bf16 weights, fp32 masters, the same bits."""
+    rows = small.sequences(40)
+    found: dict[str, Any] = {}
+    for name, changes in {
+        "fsdp": {"fsdp": True, "fsdp_config": {}},
+        "deepspeed": {"deepspeed": {**ZERO3, "bf16": {"enabled": "auto"}}},
+    }.items():
+        trainer = ours(folder / name, small.llama(), rows, bf16=True, **changes)
+        trainer.save_model()
+        from safetensors.torch import load_file
+
+        trainer.accelerator.wait_for_everyone()
+        saved = load_file(folder / name / "out" / "model.safetensors")
+        found[name] = {
+            "digest": small.digest(small.weights(trainer.model)),
+            "dtypes": sorted({str(p.dtype) for p in trainer.model.parameters()}),
+            "saved": sorted({str(v.dtype) for v in saved.values()}),
+            "loss": history(trainer, "loss"),
+        }
+    return found
+
+
+@case
+def bf16_resume(folder: Path) -> Any:
+    """Masters come back: the run goes on with the same bits."""
+    where = folder / "bf16"
+    rows = small.sequences(40)
+    changes = {"bf16": True, "fsdp": True, "fsdp_config": {}, "learning_rate": 1e-3}
+    whole = trained(hf.Trainer, small.llama(), resumable(where, **changes), rows)
+    again = made(hf.Trainer, resumable(where, **changes), rows, model=small.llama(seed=7))
+    again.train(resume_from_checkpoint=str(where / "out" / "checkpoint-4"))
+    masters = [ft.state_dict(t.model, dtype="master") for t in (whole, again)]
+    return {"same": small.digest(masters[0]) == small.digest(masters[1])}
+
+
+@case
+def fp16(folder: Path) -> Any:
+    """The scale begins too high: steps are skipped, and the schedule waits for them."""
+    trainer = ours(folder, small.llama(), small.sequences(80), fp16=True, max_steps=8,
+                   learning_rate=0.01)  # fmt: skip
+    return {
+        "loss": history(trainer, "loss"),
+        "rate": history(trainer, "learning_rate"),
+        "scale": ft._adopt.binding_of(trainer.optimizer.optimizer, "test").engine.loss_scale,
+        "dtypes": sorted({str(p.dtype) for p in trainer.model.parameters()}),
+    }
+
+
+@case
+def fp8(folder: Path) -> Any:
+    with environment(ACCELERATE_MIXED_PRECISION="fp8"):
+        return arguments(folder)
+
+
+# ---- what launchers say -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@case
+def accelerate_launch(folder: Path) -> Any:
+    """As under accelerate launch with FSDP: the Trainer's environment."""
+    with environment(
+        ACCELERATE_USE_FSDP="true",
+        FSDP_VERSION="2",
+        FSDP_RESHARD_AFTER_FORWARD="false",
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_TRANSFORMER_CLS_TO_WRAP="LlamaDecoderLayer",
+    ):
+        trainer = ours(folder, small.llama(), small.sequences(40))
+        return {
+            "reshard": ft.shards(trainer.model).policy.sharding.reshard_after_forward,
+            "units": [unit.name for unit in ft.shards(trainer.model).units],
+            "kept": os.environ["ACCELERATE_USE_FSDP"],
+            "digest": small.digest(small.weights(trainer.model)),
+        }
+
+
+@case
+def deepspeed_optimizer_and_schedule(folder: Path) -> Any:
+    config = {
+        **ZERO3,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
+                                                  "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {
+            "warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 2,
+            "total_num_steps": "auto", "warmup_type": "linear"}},
+    }  # fmt: skip
+    trainer = ours(folder, small.llama(), small.sequences(80), deepspeed=config, max_steps=6,
+                   learning_rate=0.01, warmup_steps=2)  # fmt: skip
+    return {
+        "optimizer": type(trainer.optimizer.optimizer).__name__,
+        "rate": history(trainer, "learning_rate"),
+    }
