@@ -573,7 +573,8 @@ kernels_stream(PyObject *object, PyObject *args)
         data[taken] = x[taken].data;
         half[taken] = fs_dtype_nbytes(x[taken].dtype) == 2;
         st = same_length(&x[0], &x[taken], "an array");
-        if (st == FS_OK && half[taken] ? x[taken].n % 2 != 0 : x[taken].dtype != FS_F32) {
+        bool fits = half[taken] ? x[taken].n % 2 == 0 : x[taken].dtype == FS_F32;
+        if (st == FS_OK && !fits) {
             st = FS_FAIL(FS_EINVAL, "%zu elements of %s: expected float32, or an even number of 2 "
                                     "bytes each",
                          x[taken].n, fs_dtype_name(x[taken].dtype));
@@ -581,8 +582,8 @@ kernels_stream(PyObject *object, PyObject *args)
     }
     if (st == FS_OK) {
         fs_stream stream = {.arrays = data, .half = half, .arrays_n = (size_t)arrays_n,
-                            .read_n = (size_t)reads, .update_n = (size_t)updates, .mask = mask, .tiles = tiles != 0,
-                            .n = x[0].n};
+                            .read_n = (size_t)reads, .update_n = (size_t)updates, .mask = mask,
+                            .tiles = tiles != 0, .n = x[0].n};
         FS_OPERATE(mixed = fs_cpu_stream(exec, &stream));
     } else {
         (void)fs_raise(st, NULL);

@@ -17,9 +17,9 @@ fs_cpu_gemm(const fs_exec *exec, const fs_gemm *gemm);
 void
 fs_cpu_gemms(const fs_exec *exec, const fs_gemm *gemms, size_t n);
 
-/* Touches arrays of n elements, of 4 bytes or 2, as an operation would: reads the first read_n, reads and
- * writes the next update_n (flipping the bits of mask, which may be 0), writes mask to the rest.
- * For benchmarks. Returns all that was read, mixed. */
+/* Touches arrays of n elements, of 4 bytes or 2, as an operation would: reads the first read_n,
+ * reads and writes the next update_n (flipping the bits of mask, which may be 0), writes mask to
+ * the rest. For benchmarks. Returns all that was read, mixed. */
 typedef struct fs_stream {
     uint32_t *const *arrays;
     const unsigned char *half; /* [arrays_n]: has the array 2-byte elements, so half the bytes? */

@@ -117,6 +117,18 @@ is_tied(const fs_unit_layout *unit)
     return unit->opens < unit->publishes;
 }
 
+/* Even if all of them are empty: a unit with such a parameter takes part like any other. */
+static bool
+has_trainable(const fs_layout *layout, const fs_unit_layout *unit)
+{
+    for (int p = unit->first; p < unit->end; p++) {
+        if (layout->params[p].trainable) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* order[]: units with gradients by their place; places are then renumbered without gaps. */
 static fs_status
 make_order(fs_layout *layout)
@@ -124,7 +136,7 @@ make_order(fs_layout *layout)
     for (int u = 0; u < layout->units_n; u++) {
         fs_unit_layout *unit = &layout->units[u];
         unit->slot = -1;
-        if (unit->grad_n == 0) {
+        if (!has_trainable(layout, unit)) {
             continue;
         }
         if (unit->opens > unit->publishes) {

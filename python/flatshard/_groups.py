@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ._layout import matching
+
 if TYPE_CHECKING:
     from ._shards import Shards
 
-__all__ = ["ParamGroup", "make_groups"]
+__all__ = ["ParamGroup", "check_number", "make_groups"]
+
+
+def check_number(name: str, value: Any) -> None:
+    """Refuse a hyperparameter that is no finite number, or below 0."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}={value!r}: expected a finite number, 0 or more")
 
 
 @dataclass
@@ -56,12 +64,13 @@ class ParamGroup:
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "eps", "momentum", "lr_decay"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name}={value!r}: expected a finite number, 0 or more")
-        for beta in self.betas:
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"betas={self.betas!r}: expected numbers in [0, 1)")
+            check_number(name, getattr(self, name))
+        betas = self.betas
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"betas={betas!r}: expected two numbers in [0, 1)")
+        for beta in betas:
+            if not isinstance(beta, (int, float)) or not 0.0 <= beta < 1.0:
+                raise ValueError(f"betas={betas!r}: expected two numbers in [0, 1)")
         if self.nesterov and self.momentum == 0.0:
             raise ValueError("nesterov=True needs momentum")
 
@@ -89,6 +98,8 @@ def make_groups(
     The first named group whose pattern matches has a parameter; else "no_decay" has what its
     patterns match, if there is decay at all; else "default". ``rule`` is the optimizer's name.
     """
+    # A pattern may match nothing in this model, a name may not.
+    matching("no_decay", [n for n in no_decay if not set(n) & set("*?[")], shards.parameters)
     members: dict[str, list[str]] = {}
     group_of = np.zeros(len(shards.parameters), np.int32)
     decays = bool(options["weight_decay"]) and bool(no_decay)

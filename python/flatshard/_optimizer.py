@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from ._groups import ParamGroup, make_groups
+from ._groups import ParamGroup, check_number, make_groups
 from ._result import REASONS, StepResult
 from ._same import check_same
 from ._scaler import Scaler
@@ -40,7 +40,8 @@ class Optimizer:
     moments : sequence of str
         Names of the state of each element.
     no_decay : iterable of str
-        Shell patterns (``fnmatch``) of parameter names whose weight decay is 0.
+        Shell patterns (``fnmatch``) of parameter names whose weight decay is 0. A pattern may match
+        nothing; a name without wildcards may not.
     max_skips : int
         Skipped steps in a row that raise NonFiniteError.
     check_every : int
@@ -116,6 +117,7 @@ class Optimizer:
 
     @lr.setter
     def lr(self, lr: float) -> None:
+        check_number("lr", lr)
         for group in self.groups:
             if not group.lr_fixed:
                 group.lr = lr

@@ -170,7 +170,7 @@ class Unit:
             if p not in self._params:
                 raise KeyError(f"{name} is not a parameter of unit {self.name}")
             parameter = shards.parameters[p]
-            array = np.ascontiguousarray(as_array(name, grad))
+            array = np.asarray(as_array(name, grad), order="C")  # a scalar stays one
             if array.shape != parameter.shape and not (parameter.shape == () and array.size == 1):
                 raise ValueError(
                     f"gradient of {name}: shape {array.shape}, expected {parameter.shape}"

@@ -94,12 +94,11 @@ class _AdamFamily(Optimizer):
         max_skips: int = 20,
         check_every: int = 0,
     ) -> None:
-        beta1, beta2 = betas
         super().__init__(
             target,
             options={
                 "lr": lr,
-                "betas": (beta1, beta2),
+                "betas": betas,
                 "eps": eps,
                 "weight_decay": weight_decay,
             },
@@ -219,10 +218,9 @@ class Lion(Optimizer):
         max_skips: int = 20,
         check_every: int = 0,
     ) -> None:
-        beta1, beta2 = betas
         super().__init__(
             target,
-            options={"lr": lr, "betas": (beta1, beta2), "weight_decay": weight_decay},
+            options={"lr": lr, "betas": betas, "weight_decay": weight_decay},
             moments=("exp_avg",),
             no_decay=no_decay,
             max_skips=max_skips,

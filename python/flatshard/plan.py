@@ -265,9 +265,12 @@ def memory(target: Any) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def _phases(policy: Policy) -> list[tuple[str, str, str]]:
+def _phases(policy: Policy, world_size: int) -> list[tuple[str, str, str]]:
     """(phase, buffer, dtype and home) for every buffer, from the policy's fields alone."""
     p: MixedPrecision = policy.precision
+    part = "owned part" if policy.keep == 1 else f"{policy.keep} of {world_size} parts"
+    if policy.keep == world_size:
+        part = "whole on each rank"
     homes = {
         "shared": "world memory, one copy on the host",
         "whole": "world memory, whole on each rank",
@@ -277,9 +280,8 @@ def _phases(policy: Policy) -> list[tuple[str, str, str]]:
     moved = "float32" if p.master else p.param
     masters = {
         None: f"none: the {p.param} weight is moved",
-        "float32": "float32, world memory, owned part",
-        "split": "float32, split: the compute copy and a 16-bit remainder, "
-        "world memory, owned part",
+        "float32": f"float32, world memory, {part}",
+        "split": f"float32, split: the compute copy and a 16-bit remainder, world memory, {part}",
     }
     rounding = "to nearest even"
     if p.master == "split":
@@ -288,6 +290,7 @@ def _phases(policy: Policy) -> list[tuple[str, str, str]]:
         rounding = f"at random in proportion (seed {p.rounding_seed}), moments likewise"
         if p.moments != "bfloat16":
             rounding = f"at random in proportion (seed {p.rounding_seed})"
+    scale = "none" if p.loss_scale is None else "a power of two, divided out in float32 by the step"
     gathered = "the weights themselves" if policy.weights != "shard" else "private pool"
     if policy.weights == "shard" and policy.pool_units < 0:
         gathered = "memory of the front end, while it is used"
@@ -295,7 +298,7 @@ def _phases(policy: Policy) -> list[tuple[str, str, str]]:
         ("load", "weights read", f"any float dtype -> {moved}"),
         ("flat", "compute copy", f"{p.param}, {weights}"),
         ("flat", "master", masters[p.master]),
-        ("optimizer", "moments", f"{p.moments}, world memory, owned part"),
+        ("optimizer", "moments", f"{p.moments}, world memory, {part}"),
         ("forward", "gathered unit", f"{p.param}, {gathered}"),
         ("forward", "GEMM operands, activations", "float32, private"),
         ("forward", "norms, softmax, rotary tables, loss", "float32 or better, private"),
@@ -303,9 +306,10 @@ def _phases(policy: Policy) -> list[tuple[str, str, str]]:
         (
             "reduce",
             "sum over ranks",
-            f"float32, stored as {p.accumulate}, world memory, owned part",
+            f"float32, stored as {p.accumulate}, world memory, {part}",
         ),
         ("pre-step", "norm", "float64 sum of squares of what the reduce wrote"),
+        ("pre-step", "loss scale", scale),
         ("step", "update", f"float32 arithmetic; writes {moved} and {p.moments}"),
         ("step", "published weights", f"{p.param}, rounded {rounding}"),
     ]
@@ -336,7 +340,7 @@ def describe(target: Any) -> str:
         f"partition {s.partition}, gather {s.gather}, "
         f"{policy.keep} of {shards.world.size} cuts kept"
     ]
-    rows = _phases(policy)
+    rows = _phases(policy, shards.world.size)
     width = [max(len(row[i]) for row in rows) for i in range(2)]
     for phase, buffer, text in rows:
         lines.append(f"{phase:{width[0]}}  {buffer:{width[1]}}  {text}")

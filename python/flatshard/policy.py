@@ -283,6 +283,7 @@ class MixedPrecision:
 PRESETS: dict[str, MixedPrecision] = {
     "fp32": MixedPrecision(),
     "bf16": MixedPrecision(param="bfloat16", master="float32"),
+    "bf16-split": MixedPrecision(param="bfloat16", master="split"),
     "bf16-pure": MixedPrecision(param="bfloat16", moments="bfloat16"),
     "bf16-pure-sr": MixedPrecision(param="bfloat16", moments="bfloat16", rounding="stochastic"),
     "fp16": MixedPrecision(param="float16", master="float32", loss_scale=LossScale()),
@@ -357,8 +358,8 @@ def resolve(
     sharding : Sharding
         What is kept where.
     precision : str or MixedPrecision
-        A preset's name ("fp32", "bf16", "bf16-pure", "bf16-pure-sr",
-        "fp16") or a mix.
+        A preset's name ("fp32", "bf16", "bf16-split", "bf16-pure", "bf16-pure-sr", "fp16") or a
+        mix.
     produced : str
         Dtype in which gradients are produced: what ``reduce=None`` becomes.
     one_host : bool

@@ -65,7 +65,7 @@ def shard(
     sharding : Sharding
         What each rank keeps.
     precision : str or MixedPrecision
-        A preset ("fp32", "bf16", "bf16-pure", "bf16-pure-sr", "fp16") or a mix.
+        A preset ("fp32", "bf16", "bf16-split", "bf16-pure", "bf16-pure-sr", "fp16") or a mix.
     unit_of : callable, optional
         Parameter name to unit name; by default the name up to its first numbered component.
     frozen : iterable of str

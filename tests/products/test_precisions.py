@@ -8,7 +8,7 @@ import flatshard as fs
 pytestmark = pytest.mark.timeout(120)
 
 PRECISIONS = {
-    "split": fs.MixedPrecision(param="bfloat16", master="split"),
+    "split": "bf16-split",
     "split, bf16 accumulators": fs.MixedPrecision(
         param="bfloat16", master="split", accumulate="bfloat16"
     ),

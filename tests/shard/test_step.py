@@ -103,7 +103,9 @@ SHARDINGS = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure", "bf16-pure-sr", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", "bf16", "bf16-split", "bf16-pure", "bf16-pure-sr", "fp16"]
+)
 @pytest.mark.parametrize("partition", ["flat", "per_parameter"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_same_bits_at_every_stage_and_gather(size, partition, precision, rng):

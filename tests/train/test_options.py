@@ -38,9 +38,9 @@ pytestmark = pytest.mark.quick
         (
             "precision",
             "fp8",
-            "precision 'fp8' is not there yet; choose one of fp32, bf16, bf16-pure",
+            "precision 'fp8' is not there yet; choose one of fp32, bf16, bf16-split, bf16-pure",
         ),
-        ("precision", "fp64", "precision 'fp64': expected one of fp32, bf16, bf16-pure"),
+        ("precision", "fp64", "precision 'fp64': expected one of fp32, bf16, bf16-split"),
         ("gather", "auto?", "gather 'auto\\?': expected one of auto, view, copy"),
         ("optimizer", "lamb", "optimizer 'lamb' is not there yet"),
         ("schedule", "step", "schedule 'step': expected one of constant, linear, cosine"),

@@ -107,7 +107,11 @@ def parser() -> argparse.ArgumentParser:
     add(ranks, "--stage", "0: everything whole, 1: state sharded, 2: gradients too, 3: weights too")
     add(ranks, "--gather", "auto, view (one copy of the weights on the host) or copy")
     add(ranks, "--partition", "flat or per_parameter")
-    add(ranks, "--precision", "fp32, bf16 or fp16 (with fp32 masters), bf16-pure or bf16-pure-sr")
+    add(
+        ranks,
+        "--precision",
+        "fp32, bf16 or fp16 (with fp32 masters), bf16-split, bf16-pure or bf16-pure-sr",
+    )
     add(
         ranks,
         "--activation-checkpointing",

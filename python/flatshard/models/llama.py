@@ -216,7 +216,7 @@ class Llama:
         sharding : Sharding
             What each rank keeps.
         precision : str or MixedPrecision
-            A preset ("fp32", "bf16", "bf16-pure", "bf16-pure-sr", "fp16") or a mix.
+            A preset ("fp32", "bf16", "bf16-split", "bf16-pure", "bf16-pure-sr", "fp16") or a mix.
         seed : int
             Of the initial weights: the same on every rank. A weight depends on the seed, its
             parameter and its place alone: the model is the same at any world size and stage.
