@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
+import cases_rules
 import torch
 from models import MODELS, rows
 from torch import nn
 
 import flatshard as fs
 import flatshard.torch as ft
+from flatshard.torch import _module
 
 ROWS = 2
 
@@ -153,3 +156,85 @@ def calls(world: fs.World) -> dict[str, float]:
         name: float((torch.from_numpy(whole[name]) - p).abs().max())
         for name, p in plain.named_parameters()
     }
+
+
+def whole(world: fs.World, folder: str) -> None:
+    """Whole weights in and out: read, written, loaded, saved, unsharded; fp32 masters follow."""
+    build, batch_of, loss_of = MODELS["mlp"]
+    module, twin = build(0), build(0)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    optimizers = {}
+    for one, gather in ((module, "copy"), (twin, "view")):
+        kinds: Any = {"gather": gather}
+        ft.fully_shard(one, world=world, sharding=fs.Sharding(**kinds), mp_policy="bf16")
+        optimizers[gather] = ft.AdamW(one.parameters(), lr=1e-2)
+
+    def step(one: nn.Module, optimizer: Any, seed: int) -> None:
+        loss_of(one, rows(batch_of(seed, 2 * world.size), 2 * world.rank, 2 * world.rank + 2)
+                ).backward()  # fmt: skip
+        assert optimizer.step().applied
+        optimizer.zero_grad()
+
+    def same() -> None:
+        assert _allocated(module) == 0
+        assert fs.weights_sha256(ft.shards(module)) == fs.weights_sha256(ft.shards(twin))
+
+    with ft.full_params(module) as named:
+        assert torch.equal(named["layers.2.weight"], before["layers.2.weight"].bfloat16())
+    for one in (module, twin):
+        with ft.full_params(one, write=True) as named:
+            named["layers.0.weight"].mul_(2)
+            one.scale.data.fill_(0.5)  # type: ignore[union-attr]
+    same()
+    for one in (module, twin):
+        ft.put(one.layers[2].bias, "weight", torch.full((29,), 0.3))  # type: ignore[union-attr, index, arg-type]
+    same()
+    assert "in between" in _message(lambda: _write_and_fail(module))
+    same()
+    for seed in (1, 2):
+        step(module, optimizers["copy"], seed)
+        step(twin, optimizers["view"], seed)
+    same()
+    state = ft.state_dict(module, dtype="master")
+    assert state["layers.0.weight"].dtype is torch.float32
+    ft.save(folder, module, optimizers["copy"], step=2)
+    for one in (module, twin):
+        one.load_state_dict({n: (p.detach() * 3).float() for n, p in before.items()})
+    same()
+    step(module, optimizers["copy"], 3)
+    step(twin, optimizers["view"], 3)
+    same()
+    for one, gather in ((module, "copy"), (twin, "view")):
+        ft.load(folder, one, optimizers[gather])
+    same()
+    again = ft.state_dict(module, dtype="master")
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+    step(module, optimizers["copy"], 4)
+    step(twin, optimizers["view"], 4)
+    same()
+    kept = ft.state_dict(module)
+    ft.unshard(module)
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    assert all(torch.equal(p, kept[n]) for n, p in module.named_parameters())
+    copy.deepcopy(module)
+    module.float()
+
+
+def _write_and_fail(module: nn.Module) -> None:
+    with ft.full_params(module, write=True) as named:
+        named["layers.0.weight"].zero_()
+        raise ValueError("in between")
+
+
+def rule(world: fs.World, which: str) -> None:
+    """A case of cases_rules.py whose modules are sharded with gather="copy" unless it says."""
+    inner = _module.read_sharding
+
+    def copying(*arguments: Any) -> fs.Sharding:
+        return dataclasses.replace(inner(*arguments), gather="copy")
+
+    _module.read_sharding = copying
+    try:
+        getattr(cases_rules, which)(world)
+    finally:
+        _module.read_sharding = inner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -60,3 +61,15 @@ def test_touching_outside_raises(gang: Callable[[int], Gang]) -> None:
 def test_unusual_calls(gang: Callable[[int], Gang]) -> None:
     for differences in gang(2).run("cases_copies:calls"):
         assert max(differences.values()) < 1e-6, differences
+
+
+def test_whole_weights(gang: Callable[[int], Gang], tmp_path: pathlib.Path) -> None:
+    gang(2).run("cases_copies:whole", folder=str(tmp_path))
+
+
+# Those that read no Parameter outside of forward.
+@pytest.mark.parametrize("case", ["aliases", "bad_loads", "stale_graph", "sparse", "nothing_published",
+                                  "fp16", "calls", "unit_choices", "fsdp_policies", "freed",
+                                  "recomputed"])  # fmt: skip
+def test_rule(gang: Callable[[int], Gang], case: str) -> None:
+    gang(2).run("cases_copies:rule", which=case)

@@ -14,6 +14,7 @@ _HARMLESS = {
     "element_size", "storage_offset", "is_floating_point", "is_complex", "is_contiguous", "__len__",
     "get_device", "is_same_size", "has_names", "requires_grad_", "untyped_storage", "__hash__",
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+    "grad",
 }  # fmt: skip
 #: Properties that are views of the elements.
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}

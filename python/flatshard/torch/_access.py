@@ -62,8 +62,7 @@ def full_params(
         yield named
         return
     before = [sharded.held.whole(i).detach() for i in range(len(sharded.members))]
-    for member, whole in zip(sharded.members, before, strict=True):
-        member.parameter.data = whole.clone()
+    sharded.held.lend([whole.clone() for whole in before])
     try:
         yield {name: m.parameter.data for m in sharded.members for name in m.names}
         values = [m.parameter.data for m in sharded.members]
@@ -75,20 +74,14 @@ def full_params(
                 )
         changed = [not _same_bits(v, w) for v, w in zip(values, before, strict=True)]
     except BaseException:
-        _give_back(sharded, before)
+        sharded.held.restore()
         raise
-    _give_back(sharded, before)
+    sharded.held.restore()
     anywhere = _any_rank(sharded, changed)
     with sharded.shards.storing() as store:
         for index, value in enumerate(values):
             if anywhere[index]:
                 store(index, WEIGHT, as_array(value))
-    sharded.held.refresh()
-
-
-def _give_back(sharded: Sharded, views: list[torch.Tensor]) -> None:
-    for member, view in zip(sharded.members, views, strict=True):
-        member.parameter.data = view
     sharded.held.refresh()
 
 

@@ -248,6 +248,23 @@ class Copies(Held):
     def changed(self, index: int) -> bool:
         return bool(self.sharded.members[index].parameter._version != self._versions[index])
 
+    def lend(self, values: list[torch.Tensor] | None) -> None:
+        for unit in range(len(self._gathered)):
+            if values is None:
+                self.gather(unit)
+            else:
+                self.release(unit)
+        if values is not None:
+            for member, value in zip(self.sharded.members, values, strict=True):
+                come_back(member.parameter)
+                member.parameter.data = value
+
+    def restore(self) -> None:
+        for member, full in zip(self.sharded.members, self._full, strict=True):
+            member.parameter.data = full
+            leave(member.parameter)
+        self.refresh()
+
     def whole(self, index: int) -> torch.Tensor:
         like = self._full[index]
         found = torch.empty(like.shape, dtype=like.dtype)

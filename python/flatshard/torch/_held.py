@@ -57,6 +57,15 @@ class Held(abc.ABC):
         hook asks.)"""
 
     @abc.abstractmethod
+    def lend(self, values: list[torch.Tensor] | None) -> None:
+        """Every Parameter an ordinary tensor that may be written: over ``values``, or, with None,
+        over what it has (a load writes there, and asks `changed`). Until `restore`, or `refresh`."""
+
+    @abc.abstractmethod
+    def restore(self) -> None:
+        """Undo `lend` with values: what was written is dropped."""
+
+    @abc.abstractmethod
     def whole(self, index: int) -> torch.Tensor:
         """Parameter ``index``'s weight, whole, to read. A collective only in copy mode."""
 

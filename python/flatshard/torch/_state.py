@@ -174,6 +174,7 @@ class _Loading:
         if self.depth == 0:
             self.sources.clear()
             self.sharded.held.check("before load_state_dict()")
+            self.sharded.held.lend(None)
             self.sharded.shards._core.store_begin()
         self.depth += 1
         for attribute, parameter in module._parameters.items():

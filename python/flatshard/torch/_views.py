@@ -108,5 +108,15 @@ class Views(Held):
     def changed(self, index: int) -> bool:
         return bool(self.sharded.members[index].parameter._version != self._versions[index])
 
+    def lend(self, values: list[torch.Tensor] | None) -> None:
+        if values is not None:
+            for member, value in zip(self.sharded.members, values, strict=True):
+                member.parameter.data = value
+
+    def restore(self) -> None:
+        for member, view in zip(self.sharded.members, self._views, strict=True):
+            member.parameter.data = view
+        self.refresh()
+
     def whole(self, index: int) -> torch.Tensor:
         return self._views[index]
