@@ -39,6 +39,9 @@ class Loaded:
     missing, unexpected : tuple of str
         With ``strict=False``: parameters that the checkpoint lacks (left as they were), and
         parameters that the target lacks.
+    changed : tuple of str
+        Parameters that play another part: trained there and frozen here or the other way round,
+        tied there and not here; in words.
     """
 
     step: int
@@ -46,6 +49,7 @@ class Loaded:
     skipped: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
 
 # -- load ------------------------------------------------------------------------------------------
@@ -113,6 +117,7 @@ def load(
             continue
         index = parse_index(folder, answer["text"].encode())
         missing, unexpected = _compare(index, shards, strict=strict, cast=cast)
+        changed = _changed(index, shards)
         state = None if weights_only else _optimizer_state(index, optimizer, cast=cast)
         # Before anything is written: what cannot be given back must not be half loaded.
         user = None if weights_only else index.user(world.rank, world.size)
@@ -133,7 +138,9 @@ def load(
                 _log.warning("checkpoint passed over: %s", reason)
             if skipped:
                 _log.warning("loaded step %d from %s instead", index.step, folder)
-        return Loaded(index.step, user, tuple(skipped), missing, unexpected)
+            if changed:
+                _log.warning("%s: %s", folder, first_of(changed))
+        return Loaded(index.step, user, tuple(skipped), missing, unexpected, changed)
     raise CheckpointError(f"{parent}: no checkpoint can be loaded:\n  " + "\n  ".join(skipped))
 
 
@@ -198,7 +205,8 @@ def _compare(
     if shapes:
         lines.append(f"shapes differ: {first_of(shapes)}")
     if strict and missing:
-        lines.append(f"it lacks {first_of(missing)}")
+        ties = {p.tied_name: f"{p.tied_name} (tied to {p.name} there)" for p in index.parameters}
+        lines.append(f"it lacks {first_of([ties.get(name, name) for name in missing])}")
     if strict and unexpected:
         lines.append(f"it has besides {first_of(unexpected)}")
     if lines:
@@ -213,6 +221,23 @@ def _compare(
             f"{index.folder}: dtypes differ: {first_of(dtypes)}; load(cast=True) converts"
         )
     return tuple(missing), tuple(unexpected)
+
+
+def _changed(index: Index, shards: Shards) -> tuple[str, ...]:
+    """Parameters of both sides that play another part here, in words."""
+    saved = {p.name: p for p in index.parameters}
+    found = []
+    for p in shards.parameters:
+        before = saved.get(p.name)
+        if before is None:
+            continue
+        if before.trainable != p.trainable:
+            parts = ("trained", "frozen") if before.trainable else ("frozen", "trained")
+            found.append(f"{p.name} is {parts[0]} there and {parts[1]} here")
+        if before.tied_name != p.tied_name:
+            ties = [f"tied to {n}" if n else "not tied" for n in (before.tied_name, p.tied_name)]
+            found.append(f"{p.name} is {ties[0]} there and {ties[1]} here")
+    return tuple(found)
 
 
 def _optimizer_state(
