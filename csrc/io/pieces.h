@@ -123,8 +123,9 @@ typedef struct fs_read_def {
 
 /* Collective: everything that this rank keeps, from the catalog into shards, whatever the shape of
  * both. local: how opening the catalog went on this rank (catalog is NULL unless FS_OK). Fails on
- * all ranks if it fails on one, with that rank's reason; what is missing is found before anything
- * is written, damage while writing: then the weights are part old, part new. */
+ * all ranks if it fails on one, with that rank's reason. What is missing or damaged is found before
+ * anything is written: files with checksums are read twice, the second time from the cache.
+ * Only a file that fails while it is read again leaves weights that are part old, part new. */
 FS_NODISCARD fs_status
 fs_read(const fs_catalog *catalog, fs_status local, fs_shards *shards, const fs_read_def *def);
 

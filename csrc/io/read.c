@@ -245,19 +245,24 @@ list_wants(const fs_catalog *catalog, fs_shards *shards, const fs_read_def *def,
     return FS_OK;
 }
 
+/* Reads everything on the list, and stores it if asked to. Without, files that carry no checksums
+ * are left out: reading them would prove nothing. */
 static fs_status
-store_wants(const fs_catalog *catalog, fs_shards *shards, const wants *list)
+read_wants(const fs_catalog *catalog, fs_shards *shards, const wants *list, bool store)
 {
     fs_fetcher fetcher = {.catalog = catalog, .ledger = fs_world_ledger(fs_shards_world(shards))};
     fs_status st = FS_OK;
     for (size_t w = 0; w < list->n && st == FS_OK; w++) {
         const want *item = &list->at[w];
         size_t step = fs_fetcher_max(item->piece);
+        if (!store && catalog->blocks[item->piece->file] == NULL) {
+            continue;
+        }
         for (size_t begin = item->begin; begin < item->end && st == FS_OK; begin += step) {
-            const void *from;
+            const void *from = NULL;
             size_t end = fs_min_size(item->end, begin + step);
             st = fs_fetch(&fetcher, item->piece, begin, end, &from);
-            if (st == FS_OK) {
+            if (st == FS_OK && store) {
                 st = fs_store(shards, item->param, item->array, begin, end, from,
                               (fs_dtype)item->piece->dtype);
             }
@@ -276,9 +281,14 @@ fs_read(const fs_catalog *catalog, fs_status local, fs_shards *shards, const fs_
     if (st == FS_OK) {
         st = list_wants(catalog, shards, def, &list);
     }
+    if (st == FS_OK) {
+        /* Once before anything is written: damage must not leave weights that are part old, part
+         * new. The second time the bytes come from the system's cache. */
+        st = read_wants(catalog, shards, &list, false);
+    }
     FS_TRY_GOTO(fs_agree(world, FS_OP_LOAD, st, 0, NULL), st, done);
     FS_TRY_GOTO(fs_store_begin(shards), st, done);
-    st = fs_agree(world, FS_OP_LOAD, store_wants(catalog, shards, &list), 0, NULL);
+    st = fs_agree(world, FS_OP_LOAD, read_wants(catalog, shards, &list, true), 0, NULL);
     if (st == FS_OK) {
         st = fs_store_end(shards);
     } else if (st != FS_ABORTED) {

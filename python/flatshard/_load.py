@@ -94,15 +94,16 @@ def load(
     ------
     CheckpointError
         Nothing there; every candidate damaged (the damage is named); another model (the first
-        differences are named); a newer format; other dtypes without ``cast``. Where damage is found
-        while reading and nothing older is good, the weights are part old, part new.
+        differences are named); a newer format; other dtypes without ``cast``. Nothing was changed:
+        every byte is checked before the first one is used.
     ValueError
         The optimizer has another rule or other parameters.
 
     Notes
     -----
-    Each rank reads its own ranges, in whole blocks of a MiB, each checked. Any number of ranks,
-    stage and partition may load what any other saved.
+    Each rank reads its own ranges twice, in whole blocks of a MiB, each checked: once to find
+    damage, and, when all ranks have found none, from the system's cache into weights and state. Any
+    number of ranks, stage and partition may load what any other saved.
     """
     shards = shards_of(target)
     world = shards.world

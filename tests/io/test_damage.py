@@ -15,6 +15,7 @@ import small
 from flatshard import _core, _folders, checkpoint
 from flatshard.errors import CheckpointError
 from flatshard.job import local_world
+from flatshard.optim import AdamW
 from flatshard.shard import shard
 
 pytestmark = pytest.mark.timeout(120)
@@ -116,13 +117,14 @@ def test_every_kind_of_damage_is_found(tmp_path) -> None:
         shutil.copytree(tmp_path / "good", folder)
         damage(folder)
 
-        def load(world, folder=folder):
+        def load(world, folder=folder, what=what):
             shards = small.build(world, seed=9)
-            loaded = checkpoint.load(folder, shards)
-            assert loaded.step == 1 and len(loaded.skipped) == 1
+            before = small.hashes(shards)
             with pytest.raises(CheckpointError):
                 checkpoint.load(folder / "step-000002", shards)
+            assert small.hashes(shards) == before, f"{what}: nothing was written"
             loaded = checkpoint.load(folder, shards)
+            assert loaded.step == 1 and len(loaded.skipped) == 1
             return small.hashes(shards), small.hashes(small.build(world, seed=1))
 
         for got, expected in local_world(2).run(load):
@@ -130,6 +132,37 @@ def test_every_kind_of_damage_is_found(tmp_path) -> None:
         found = checkpoint.verify(folder)
         assert found and all("step-000002" in d.folder for d in found), what
     assert checkpoint.verify(tmp_path / "good") == []
+
+
+def test_damage_without_an_older_good_checkpoint_loses_nothing(tmp_path) -> None:
+    """Damage that one rank alone reads, in its last block: weights, moments, counts stay."""
+
+    def save(world):
+        shards = big(world)
+        opt = AdamW(shards, lr=0.1)
+        for unit in shards.units:
+            unit.reduce({name: np.ones(BIG[name], np.float32) for name in unit.names})
+        opt.step()
+        checkpoint.save(tmp_path, shards, opt, step=1)
+
+    local_world(2).run(save)
+    file = tmp_path / "step-000001" / "rank-00001-of-00002.safetensors"
+    flip(file, file.stat().st_size - 1)
+
+    def load(world, step):
+        shards = big(world, seed=5)
+        opt = AdamW(shards, lr=0.2)
+        before = *small.hashes(shards), opt.state()
+        with pytest.raises(CheckpointError, match=r"rows \d+-\d+, rank 1"):
+            checkpoint.load(tmp_path, shards, opt, step=step)
+        assert (*small.hashes(shards), opt.state()) == before
+        for unit in shards.units:  # and goes on as if nothing had been tried
+            unit.reduce({name: np.ones(BIG[name], np.float32) for name in unit.names})
+        assert opt.step().applied
+
+    for size in (1, 2, 3):
+        local_world(size).run(load, 1)
+        local_world(size).run(load, "latest")
 
 
 def test_every_truncation_and_every_flip_of_an_index(tmp_path) -> None:
