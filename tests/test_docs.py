@@ -3,8 +3,9 @@
 Blocks of a document are run in order in one empty folder that holds a small corpus.txt, as a reader
 would. What a block is follows from its language:
 
-- `python`: a script. A first line `# NAME.py` names the file, for later commands; a block that
-  defines test functions is run by pytest.
+- `python`: a script, left out where it imports torch or transformers and that is not installed. A
+  first line `# NAME.py` names the file, for later commands; a block that defines test functions is
+  run by pytest.
 - `sh`, `console`: commands, one a line (a `$ ` before it is taken off; lines after commands of a
   console block are what they print). `flatshard` and `python` are run, `make` targets are looked
   up, `pip` and `git` lines are only read.
@@ -68,6 +69,13 @@ def run(words: list[str], folder: pathlib.Path, what: str) -> None:
     assert done.returncode == 0, f"{what}: {shlex.join(words)}\n{done.stdout[-3000:]}"
 
 
+def left_out(text: str) -> bool:
+    """Does a script import torch or transformers, where that is not installed?"""
+    words = r"^\s*(?:import|from) (?:flatshard\.)?(torch|transformers)\b"
+    asked = {match.group(1) for match in re.finditer(words, text, re.MULTILINE)}
+    return any(importlib.util.find_spec(name) is None for name in asked)
+
+
 def run_python(text: str, number: int, folder: pathlib.Path, what: str) -> None:
     first = text.split("\n", 1)[0]
     named = re.match(r"# ([\w/]+\.py)$", first)
@@ -75,6 +83,8 @@ def run_python(text: str, number: int, folder: pathlib.Path, what: str) -> None:
     if re.search(r"^(async )?def test_", text, re.MULTILINE):
         name = name if name.startswith("test_") else f"test_{name}"
     (folder / name).write_text(text)
+    if left_out(text):
+        return
     if name.startswith("test_"):
         run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name], folder, what)
     elif not (named and "import sys" in text and "sys.argv" in text):
@@ -93,6 +103,9 @@ def run_commands(text: str, language: str, folder: pathlib.Path, what: str) -> N
         while words and re.match(r"^[A-Z_]+=", words[0]):
             words.pop(0)
         program = words[0]
+        scripts = [folder / word for word in words if word.endswith(".py")]
+        if any(script.is_file() and left_out(script.read_text()) for script in scripts):
+            continue
         if program == "make":
             targets = [w for w in words[1:] if re.match(r"^[\w-]+$", w)]
             makefile = (ROOT / "Makefile").read_text()

@@ -15,6 +15,15 @@ from torch import nn
 __all__ = ["open_checkpoint", "open_collective", "open_training"]
 
 
+def memory() -> int:
+    """This process's share of memory in bytes: a page of several processes counts in parts."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
 def join() -> tuple[int, int]:
     """Joins the process group that the environment names; returns rank and size."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -91,13 +100,9 @@ class Training:
         fused: bool,
         reshard: bool,
     ) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         self.rank, self.size = join()
-        torch.manual_seed(0)
-        llama = LlamaConfig(**config, tie_word_embeddings=False, attn_implementation="sdpa")
-        self.vocabulary = int(config["vocab_size"])
-        model: nn.Module = LlamaForCausalLM(llama)
+        model = self.build(config)
+        self.baseline = memory() - sum(p.nbytes for p in model.parameters())
         if mode == "fsdp2":
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -117,6 +122,17 @@ class Training:
         self.model = model
         self.autocast = precision == "bf16" and mode == "ddp"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+        self.begin(batch, length)
+
+    def build(self, config: dict[str, Any]) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        llama = LlamaConfig(**config, tie_word_embeddings=False, attn_implementation="sdpa")
+        self.vocabulary = int(config["vocab_size"])
+        return LlamaForCausalLM(llama)
+
+    def begin(self, batch: int, length: int) -> None:
         self.generator = torch.Generator().manual_seed(self.rank)
         self.shape = (batch, length)
 
@@ -124,10 +140,31 @@ class Training:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
             loss = self.model(input_ids=tokens, labels=tokens).loss
         loss.backward()
+        self.update()
+        return float(loss)
+
+    def update(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def memory(self) -> int:
+        """Most bytes (PSS) above the imports, in a step after a forward, a backward, the update."""
+        self.barrier()
+        loss = self.model(input_ids=(tokens := self.batch()), labels=tokens).loss
+        self.barrier()
+        most = memory()
+        loss.backward()
+        self.barrier()
+        most = max(most, memory())
+        self.update()
+        self.barrier()
+        most = max(most, memory())
+        self.barrier()
+        return int(most - self.baseline)
 
     def batch(self) -> torch.Tensor:
         return torch.randint(0, self.vocabulary, self.shape, generator=self.generator)
@@ -141,7 +178,7 @@ class Training:
 
     def sample(self) -> float:
         tokens = self.batch()
-        dist.barrier()
+        self.barrier()
         started = time.perf_counter()
         self.step(tokens)
         return time.perf_counter() - started

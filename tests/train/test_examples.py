@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -43,6 +44,23 @@ def test_train_llama(tmp_path: Path, ranks: int) -> None:
     assert len(losses) == 3 and losses[-1] < losses[0] - 1.0
     assert (tmp_path / "run" / "step-000021" / "index.json").is_file()
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.torch
+def test_train_torch(tmp_path: Path) -> None:
+    """Alone, on two ranks, resumed on two: the loss goes on falling."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    (tmp_path / "a.txt").write_text("one two three four five six seven\n" * 300)
+    script = str(EXAMPLES / "train_torch.py")
+    words = ["--data", "a.txt", "--length", "32"]
+    launched = ["-m", "flatshard.cli", "launch", "-n", "2", script, *words]
+    out = run([*launched, "--steps", "40", "--precision", "bf16"], tmp_path)
+    out += run([script, *words, "--steps", "60", "--precision", "bf16"], tmp_path)
+    assert "resumed at step 40" in out
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) == 3 and losses[2] < losses[0] - 0.2
+    assert (tmp_path / "run" / "model.pt").is_file()
 
 
 def test_notebook(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def check_worlds(world: World) -> None:
             f"{world.size} ranks on {cores} cores: they take turns, and each step waits for the "
             f"slowest; {cores} ranks would be faster",
         )
-    if world._core.is_threads:
+    if world._core.is_threads and world.size > 1:
         say_once(
             "threads",
             "ranks are threads of one process, and torch has one default random generator for "

@@ -77,7 +77,7 @@ class Sharded:
         values = {m.name: as_array(m.parameter) for m in self.members}
         equal = _agree_on_values(self.world, values)
         if not equal and self.world.is_main:
-            _log.warning("ranks built the module with different values; all take those of rank 0")
+            _log.info("ranks built the module with different values; all take those of rank 0")
         with self.shards.storing() as store:
             for index, member in enumerate(self.members):
                 value = values[member.name]
