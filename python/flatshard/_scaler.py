@@ -39,6 +39,8 @@ class Scaler:
             return
         if reason == "applied":
             self.clean += 1
+            if policy.restore == "applied":
+                self.patience = policy.hysteresis
             if self.clean >= policy.window:
                 self.scale = min(self.scale * policy.factor, 2.0**60)
                 self.clean, self.patience = 0, policy.hysteresis
@@ -52,7 +54,7 @@ class Scaler:
                     f"gradients overflow at the lowest loss scale, {policy.minimum:g}"
                 )
             self.scale = max(self.scale / policy.factor, policy.minimum)
-            self.patience = policy.hysteresis
+            self.patience = policy.hysteresis if policy.restore == "shrink" else 1
 
     def state(self) -> dict[str, float]:
         return {"scale": self.scale, "clean": self.clean, "patience": self.patience}

@@ -126,8 +126,11 @@ class LossScale:
     factor : float
         By which it grows and shrinks; a power of two above 1.
     hysteresis : int
-        Overflows before the scale shrinks: 1 shrinks at the first one. Restored when it shrinks or
-        grows.
+        Overflows before the scale shrinks: 1 shrinks at the first one.
+    restore : {"shrink", "growth", "applied"}
+        When the count of hysteresis starts anew: whenever the scale moves; when it grows alone, so
+        that after a first shrinking every overflow shrinks (DeepSpeed, Megatron); or then and with
+        every applied step (DeepSpeed's ``consecutive_hysteresis``).
     minimum : float
         Floor; a power of two. An overflow there raises NonFiniteError.
 
@@ -147,6 +150,7 @@ class LossScale:
     factor: float = 2.0
     hysteresis: int = 1
     minimum: float = 1.0
+    restore: Literal["shrink", "growth", "applied"] = "shrink"
 
     def __post_init__(self) -> None:
         for name in ("initial", "factor", "minimum"):
@@ -162,6 +166,10 @@ class LossScale:
         for name in ("window", "hysteresis"):
             if getattr(self, name) < 1:
                 raise ValueError(f"LossScale({name}={getattr(self, name)!r}): expected at least 1")
+        if self.restore not in ("shrink", "growth", "applied"):
+            raise ValueError(
+                f'LossScale(restore={self.restore!r}): expected "shrink", "growth" or "applied"'
+            )
 
 
 @dataclass(frozen=True)

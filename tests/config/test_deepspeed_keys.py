@@ -77,8 +77,15 @@ NEEDS = {
 
 
 def fp16(**scale: Any) -> MixedPrecision:
-    made = LossScale(**{"hysteresis": 2, **scale})
+    made = LossScale(**{"hysteresis": 2, "restore": "growth", **scale})
     return MixedPrecision(param="float16", master="float32", loss_scale=made)
+
+
+STATIC = MixedPrecision(
+    param="float16",
+    master="float32",
+    loss_scale=LossScale(initial=128.0, dynamic=False, minimum=128.0),
+)
 
 
 def on_cpu(**homes: Any) -> Sharding:
@@ -343,18 +350,20 @@ CASES: list[Any] = [
         (*done(f"fp16.{key}", value, precision=precision), {"fp16.enabled": True})
         for key, value, precision in (
             ("loss_scale", 0, fp16()),
-            ("loss_scale", 128, fp16(initial=128.0, dynamic=False, minimum=128.0, hysteresis=1)),
+            ("loss_scale", 128, STATIC),
             ("initial_scale_power", 10, fp16(initial=1024.0)),
             ("loss_scale_window", 20, fp16(window=20)),
             ("hysteresis", 3, fp16(hysteresis=3)),
+            ("hysteresis", 1, fp16(hysteresis=1, restore="shrink")),
+            ("consecutive_hysteresis", True, fp16(restore="applied")),
+            ("consecutive_hysteresis", False, fp16()),
             ("min_loss_scale", 4, fp16(minimum=4.0)),
         )
     ],
     refused("fp16.loss_scale", 100, "0 .dynamic. or a power of two"),
     refused("fp16.initial_scale_power", 99, "a whole number from 0 to 60"),
     (*refused("fp16.min_loss_scale", 2**20, "up to the first scale"), {"fp16.enabled": True}),
-    *noted("fp16.consecutive_hysteresis", False),
-    refused("fp16.consecutive_hysteresis", True, "nearest .* fp16.hysteresis"),
+    refused("fp16.consecutive_hysteresis", 1, "true or false"),
     *noted("fp16.auto_cast", False),
     refused("fp16.auto_cast", True, "cast by the module"),
     *noted("fp16.fp16_master_weights_and_grads", False),

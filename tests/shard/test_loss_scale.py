@@ -51,6 +51,41 @@ def test_hysteresis_forgives_the_first_overflow():
     assert [[after for *_, after in rank] for rank in got] == [[16.0, 8.0, 8.0, 4.0]] * 2
 
 
+def deepspeed_scales(flags, *, initial, window, hysteresis, consecutive):
+    """The scale after each step as DeepSpeed's dynamic scaler has it; flags: did it overflow?"""
+    scale, left, last = initial, hysteresis, -1
+    seen = []
+    for iteration, overflow in enumerate(flags):
+        if overflow:
+            if left == 1:
+                scale = max(scale / 2.0, 1.0)
+            else:
+                left -= 1
+            last = iteration
+        else:
+            if consecutive:
+                left = hysteresis
+            if (iteration - last) % window == 0:
+                if not consecutive:
+                    left = hysteresis
+                scale *= 2.0
+        seen.append(scale)
+    return seen
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_count_is_restored_as_in_deepspeed(consecutive, seed):
+    random = np.random.default_rng(seed)
+    flags = [bool(flag) for flag in random.random(60) < 0.35]
+    options = {"initial": 2.0**20, "window": 3, "hysteresis": 2 + seed % 2}
+    how = precision(restore="applied" if consecutive else "growth", **options)
+    steps = [(np.inf if flag else 1e-6, 1e-6) for flag in flags]
+    got = fs.local_world(2).run(follow, how, steps)
+    want = deepspeed_scales(flags, consecutive=consecutive, **options)
+    assert [after for *_, after in got[0]] == want
+
+
 def test_the_floor_is_an_error_on_every_rank():
     def rank(world):
         shards = fs.shard({"w": np.ones(5, np.float32)}, world, precision=precision(initial=16.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
@@ -316,12 +317,16 @@ def _loss_scale(reader: Reader, half: Mapping[str, Any]) -> LossScale:
             "fp16.min_loss_scale",
             f"is {least:g}: expected a power of two up to the first scale, {initial:g}",
         )
-    return LossScale(
+    hysteresis = half.get("hysteresis", 2)
+    made = LossScale(
         initial=initial,
         window=half.get("loss_scale_window", 1000),
-        hysteresis=half.get("hysteresis", 2),
+        hysteresis=hysteresis,
         minimum=least,
     )
+    if hysteresis == 1:
+        return made  # there is no count to restore
+    return replace(made, restore="applied" if half.get("consecutive_hysteresis") else "growth")
 
 
 # ---- offload ------------------------------------------------------------------------------------

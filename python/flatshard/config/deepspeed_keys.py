@@ -197,11 +197,9 @@ RULES: Mapping[str, Rule] = {
                 checks.integer(0, 60), lambda v: f"LossScale(initial={2.0**v:g})"
             ),
             "loss_scale_window": done(_size, lambda v: f"LossScale(window={v})"),
-            "hysteresis": done(
-                _size, lambda v: f"LossScale(hysteresis={v}), counted anew after each shrinking"
-            ),
-            "consecutive_hysteresis": refused(
-                flag, "steps that were applied do not restore the count", near="fp16.hysteresis"
+            "hysteresis": done(_size, lambda v: f"LossScale(hysteresis={v})"),
+            "consecutive_hysteresis": done(
+                flag, lambda v: f'LossScale(restore="{"applied" if v else "growth"}")'
             ),
             "min_loss_scale": done(checks.power_of_two, lambda v: f"LossScale(minimum={v:g})"),
             "auto_cast": refused(

@@ -89,6 +89,7 @@ LOSS_SCALE = _fields(
     factor=checks.number(1.0, above=True),
     hysteresis=_count,
     minimum=checks.number(above=True),
+    restore=checks.choice("shrink", "growth", "applied"),
 )
 UNITS = _fields(
     by=checks.choice("auto", "classes", "size", "whole"),

@@ -263,7 +263,11 @@ def _loss_scale(scale: LossScale | float | None, left: list[str]) -> dict[str, A
         return {"loss_scale": scale.initial}
     if scale.factor != 2.0:
         left.append(f"LossScale(factor={scale.factor:g}): DeepSpeed's is 2")
+    if scale.hysteresis > 1 and scale.restore == "shrink":
+        left.append('LossScale(restore="shrink"): DeepSpeed restores the count when it grows')
+    consecutive = {"consecutive_hysteresis": True} if scale.restore == "applied" else {}
     return {
+        **consecutive,
         "loss_scale": 0,
         "initial_scale_power": math.frexp(scale.initial)[1] - 1,
         "loss_scale_window": scale.window,
