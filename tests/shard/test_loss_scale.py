@@ -51,8 +51,11 @@ def test_hysteresis_forgives_the_first_overflow():
     assert [[after for *_, after in rank] for rank in got] == [[16.0, 8.0, 8.0, 4.0]] * 2
 
 
-def deepspeed_scales(flags, *, initial, window, hysteresis, consecutive):
-    """The scale after each step as DeepSpeed's dynamic scaler has it; flags: did it overflow?"""
+def scales_with_hysteresis(flags, *, initial, window, hysteresis, consecutive):
+    """The scale after each step with DeepSpeed's count of hysteresis; flags: did it overflow?
+
+    Its releases differ in when a scale grows: after window clean steps, or one more. Here: window.
+    """
     scale, left, last = initial, hysteresis, -1
     seen = []
     for iteration, overflow in enumerate(flags):
@@ -75,14 +78,14 @@ def deepspeed_scales(flags, *, initial, window, hysteresis, consecutive):
 
 @pytest.mark.parametrize("consecutive", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_count_is_restored_as_in_deepspeed(consecutive, seed):
+def test_the_count_of_hysteresis_is_deepspeeds(consecutive, seed):
     random = np.random.default_rng(seed)
     flags = [bool(flag) for flag in random.random(60) < 0.35]
     options = {"initial": 2.0**20, "window": 3, "hysteresis": 2 + seed % 2}
     how = precision(restore="applied" if consecutive else "growth", **options)
     steps = [(np.inf if flag else 1e-6, 1e-6) for flag in flags]
     got = fs.local_world(2).run(follow, how, steps)
-    want = deepspeed_scales(flags, consecutive=consecutive, **options)
+    want = scales_with_hysteresis(flags, consecutive=consecutive, **options)
     assert [after for *_, after in got[0]] == want
 
 

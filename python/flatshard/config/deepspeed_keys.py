@@ -196,7 +196,10 @@ RULES: Mapping[str, Rule] = {
             "initial_scale_power": done(
                 checks.integer(0, 60), lambda v: f"LossScale(initial={2.0**v:g})"
             ),
-            "loss_scale_window": done(_size, lambda v: f"LossScale(window={v})"),
+            "loss_scale_window": done(
+                _size,
+                lambda v: f"LossScale(window={v}); newer DeepSpeeds wait one step more to grow",
+            ),
             "hysteresis": done(_size, lambda v: f"LossScale(hysteresis={v})"),
             "consecutive_hysteresis": done(
                 flag, lambda v: f'LossScale(restore="{"applied" if v else "growth"}")'
