@@ -6,12 +6,14 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tracemalloc
 
 import converted
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch_zip
 
 import flatshard as fs
 from flatshard import _folders, checkpoint
@@ -142,6 +144,65 @@ def test_numbers_without_an_order_are_refused(tmp_path) -> None:
     order[-1] = "model.norm.wieght"
     with pytest.raises(CheckpointError, match="wieght, which the weights lack; the nearest is mod"):
         checkpoint.convert(tmp_path, None, names=order)
+
+
+def test_the_two_groups_of_a_trainer(tmp_path) -> None:
+    """Numbered along the groups: weights that decay first, norms after them."""
+    for source in (LLAMA, LLAMA / "pytorch_model.bin"):
+        out = tmp_path / source.name
+        other = LLAMA / "two_groups.pt"
+        if source.is_dir():
+            source = tmp_path / "source"
+            shutil.copytree(LLAMA, source)
+            (source / "optimizer.pt").unlink()
+        report = checkpoint.convert(source, out, optimizer=other)
+        assert "in the Trainer's two groups" in str(report)
+        ties = [TIE] if report.ties else []
+        _, state = converted.loads(out, converted.truth_of(LLAMA), ties=ties, steps=3)
+        decay, plain = state["groups"]
+        assert all("norm" in name for name in plain["params"]) and len(plain["params"]) == 3
+        assert (decay["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+
+
+def test_ties_are_not_made_by_chance(tmp_path) -> None:
+    """Equal constants, and equal vectors, stay parameters of their own."""
+    same = np.arange(6, dtype=np.float32).reshape(2, 3)
+    table = {"a": same, "b": same.copy(), "c": np.ones((2, 3)), "d": np.ones((2, 3))}
+    arrays = {name: array.astype(np.float32) for name, array in table.items()}
+    folder = tmp_path / "source"
+    write_torch(folder, arrays, trained=("a", "c"))
+    report = checkpoint.convert(folder, None)
+    assert report.ties == (("b", "a"),) and report.frozen == ("d",)
+    (folder / "config.json").write_text('{"tie_word_embeddings": false}')
+    assert checkpoint.convert(folder, None).ties == ()
+
+
+def write_torch(folder: pathlib.Path, arrays, *, trained) -> None:
+    """Weights and AdamW's state by names in files of torch.save, written by hand."""
+    folder.mkdir()
+    files: dict[str, dict[str, object]] = {"pytorch_model.bin": dict(arrays), "optimizer.bin": {
+        "state": {n: {"step": 2, "exp_avg": arrays[n] + 1, "exp_avg_sq": arrays[n] + 2}
+                  for n in trained},
+        "param_groups": [{"params": list(trained), "lr": 0.1, "betas": (0.9, 0.99)}],
+    }}  # fmt: skip
+    for name, content in files.items():
+        torch_zip.write(folder / name, content)
+
+
+def test_a_large_tensor_streams(tmp_path) -> None:
+    """Memory is a few MiB whatever the tensors' size, and the cost of a check is one more read."""
+    arrays = {"w": np.arange(1 << 24, dtype=np.float32).reshape(4096, 4096)}
+    torch_zip.write(tmp_path / "x.bin", arrays)
+    tracemalloc.start()
+    try:
+        checkpoint.convert(tmp_path / "x.bin", tmp_path / "run", dtype="bfloat16")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 24 << 20, "64 MiB of weights"
+    (file,) = (tmp_path / "run").glob("*/rank-*")
+    got = np.frombuffer(file.read_bytes()[-2 << 24 :], ml_dtypes.bfloat16)
+    assert (got == arrays["w"].reshape(-1).astype(ml_dtypes.bfloat16)).all()
 
 
 def test_wrapped_names_and_buffers(tmp_path) -> None:

@@ -11,11 +11,13 @@ import subprocess
 import sys
 
 import converted
+import numpy as np
 import pytest
 import safetensors.numpy
 import test_convert_deepspeed
 import test_convert_torch
 
+import flatshard as fs
 from flatshard import checkpoint
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
@@ -60,6 +62,63 @@ def test_torch(tmp_path) -> None:
     got = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     for name, arrays in converted.truth_of(tmp_path / "dcp-columns").items():
         assert got[name].tobytes() == arrays["weight"].tobytes()
+
+
+OPTIMIZERS = {
+    "AdamW": ("AdamW", {"lr": 0.01, "weight_decay": 0.1}, {}),
+    "Adam, amsgrad": ("Adam", {"lr": 0.01, "amsgrad": True}, {"amsgrad": True}),
+    "SGD, momentum": ("SGD", {"lr": 0.01, "momentum": 0.9}, {"momentum": 0.9}),
+    "SGD": ("SGD", {"lr": 0.01}, {}),
+    "Adagrad": ("Adagrad", {"lr": 0.01}, {}),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("what", OPTIMIZERS)
+def test_the_next_step_is_that_of_torch(tmp_path, what, steps) -> None:
+    """Every rule: state by numbers in, then one step here and one step there."""
+    import torch
+
+    rule, options, ours = OPTIMIZERS[what]
+    torch.manual_seed(0)
+    params = {"a.weight": torch.randn(5, 3), "b": torch.randn(7)}
+    params = {name: torch.nn.Parameter(p) for name, p in params.items()}
+    optimizer = getattr(torch.optim, rule)(params.values(), **options)
+
+    def grads(number: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(number)
+        return {name: torch.randn(p.shape) for name, p in params.items()}
+
+    def step(number: int) -> None:
+        for name, gradient in grads(number).items():
+            params[name].grad = gradient
+        optimizer.step()
+
+    for number in range(steps):
+        step(number)
+    torch.save({n: p.detach() for n, p in params.items()}, tmp_path / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    report = checkpoint.convert(tmp_path, tmp_path / "run", rule="Adam" if steps == 0 and
+                                rule == "Adam" and "amsgrad" not in ours else None)  # fmt: skip
+    zeros = {name: np.zeros(p.shape, np.float32) for name, p in params.items()}
+
+    given = {name: g.numpy() for name, g in grads(99).items()}
+
+    def body(world):
+        shards = fs.shard(zeros, world)
+        opt = getattr(fs, rule)(shards, lr=9.0, **ours)
+        checkpoint.load(tmp_path / "run", shards, opt)
+        for unit in reversed(shards.units):
+            unit.reduce({name: given[name] for name in unit.names})
+        assert opt.step().step == report.step + 1
+        found = {name: shards.full(name) for name in zeros}
+        world.barrier()
+        return found
+
+    got = fs.local_world(2).run(body)[0]
+    step(99)
+    for name, p in params.items():
+        np.testing.assert_allclose(got[name], p.detach().numpy(), rtol=2e-6, atol=2e-7)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers")

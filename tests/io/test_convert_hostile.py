@@ -5,6 +5,7 @@ import collections
 import os
 import pathlib
 import pickle
+import re
 import resource
 import shutil
 import struct
@@ -16,6 +17,7 @@ import converted
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch_zip
 
 import flatshard as fs
 from flatshard import checkpoint
@@ -191,6 +193,24 @@ def archive_refused(tmp_path, members, words, **options) -> None:
 def test_the_smallest_archive_is_read(tmp_path) -> None:
     archive(tmp_path / "x.bin", GOOD)
     assert checkpoint.convert(tmp_path / "x.bin", tmp_path / "run").numel == 6
+
+
+def test_an_archive_beyond_4_gib(tmp_path) -> None:
+    """Sizes and places in their 64-bit fields, and lies in those."""
+    arrays = {"w": np.arange(6, dtype=np.float32)}
+    path = tmp_path / "x.bin"
+    torch_zip.write_large(path, arrays)
+    assert content_of(path) == [arrays["w"].tobytes()]
+    good = path.read_bytes()
+    for place in (m.start() for m in re.finditer(re.escape(struct.pack("<2H", 1, 24)), good)):
+        for field in range(3):
+            for value in (2**64 - 1, 2**63, 2**40, 7):
+                bad = bytearray(good)
+                at = place + 4 + 8 * field
+                bad[at : at + 8] = struct.pack("<Q", value)
+                path.write_bytes(bad)
+                with pytest.raises(CheckpointError):
+                    content_of(path)
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")

@@ -26,6 +26,8 @@ __all__ = ["folders_of", "read"]
 
 METADATA = ".metadata"
 _CLASS = "torch.distributed.checkpoint.metadata."
+#: Boxes of one tensor: more than any job has ranks.
+_BOXES_MAX = 20_000
 #: Accelerate keeps model and optimizer in two folders.
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 #: How the state of an optimizer is spelled when it was flattened.
@@ -149,6 +151,8 @@ def _array(foreign: Foreign, entry: _Entry) -> Array:
     shape = _foreign.shape(where, entry.meta.fields.get("size"), f"the size of {name}")
     chunks = _foreign.sequence(where, entry.meta.fields.get("chunks"), f"the chunks of {name}")
     dtype = _dtype(entry)
+    if len(chunks) > _BOXES_MAX:
+        raise CheckpointError(f"{where}: {name} is in {len(chunks)} boxes")
     blocks: list[tuple[tuple[int, ...], tuple[int, ...], Source]] = []
     for chunk in chunks:
         fields = _record(where, chunk, ("ChunkStorageMetadata",), f"a chunk of {name}").fields

@@ -140,7 +140,7 @@ def group_of(where: str, group: dict[Any, Any], array: Callable[[Any], Array]) -
         if len(pair) != 2 or any(type(b) not in (int, float) or not 0 <= b < 1 for b in pair):
             raise CheckpointError(f"{where}: betas of a group are {', '.join(map(shown, pair))}")
         found["betas"] = [float(b) for b in pair]
-    for key in ("nesterov", "decoupled_weight_decay"):
+    for key in ("nesterov", "decoupled_weight_decay", "amsgrad"):
         if type(group.get(key)) is bool:
             found[key] = group[key]
     if "step" in group:  # fused optimizers count for a whole group
@@ -156,8 +156,11 @@ def moments_of(foreign: Foreign, where: str) -> tuple[str, ...]:
     for name, arrays in foreign.state.items():
         keys = tuple(sorted(arrays, key=lambda k: (k == "max_exp_avg_sq", k)))
         found.setdefault(keys, name)
-    if not found:
-        return ()
+    if not found:  # saved before the first step: all of it is zeros
+        if any("betas" in group for group in foreign.groups):
+            amsgrad = any(group.get("amsgrad") for group in foreign.groups)
+            return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+        return ("momentum_buffer",) if any(g.get("momentum") for g in foreign.groups) else ()
     if len(found) > 1:
         (one, a), (two, b) = list(found.items())[:2]
         raise CheckpointError(

@@ -165,6 +165,9 @@ def plan(foreign: Foreign, where: str, options: Options) -> Plan:
             _Parameter(name, aliases.get(name), weight, arrays if trainable else (), trainable)
         )
     _check(where, parameters, options.dtype)
+    for name in foreign.state:
+        if name not in foreign.steps:  # SGD counts none: its first step would set the buffer anew
+            foreign.steps[name] = max(options.step or foreign.step or 0, 1)
     steps = [foreign.steps.get(p.name, 0) for p in parameters if p.trainable]
     step = options.step if options.step is not None else foreign.step
     if step is None:
@@ -215,19 +218,24 @@ def _tie(foreign: Foreign, where: str, said: Mapping[str, str]) -> None:
             _merge(foreign, where, alias, name)
     if not foreign.state:
         return
-    config = foreign.config or {}
-    matrices: dict[tuple[int, ...], list[str]] = {}
+    if (foreign.config or {}).get("tie_word_embeddings") is False:
+        return
+    listed = {name for group in foreign.groups for name in group["params"]}
+    alone = [n for n in foreign.weights if n not in foreign.state]
+    alone = [n for n in alone if n not in foreign.frozen and n not in listed]
+    shapes = {foreign.weights[name].shape for name in alone}
+    matrices: dict[tuple[Any, ...], list[str]] = {}
     for name in foreign.state:
-        if name in foreign.weights and len(foreign.weights[name].shape) > 1:
-            matrices.setdefault(foreign.weights[name].shape, []).append(name)
+        if name in foreign.weights and foreign.weights[name].shape in shapes:
+            matrices.setdefault(_head(foreign.weights[name]), []).append(name)
     tied = set(foreign.ties.values())
-    for alias in [n for n in foreign.weights if n not in foreign.state]:
-        if alias in foreign.frozen or any(alias in g["params"] for g in foreign.groups):
-            continue
+    for alias in alone:
         array = foreign.weights[alias]
-        if config.get("tie_word_embeddings") is False or not array.numel:
-            continue
-        for name in matrices.get(array.shape, []):
+        head, n = _head(array), DTYPES[array.dtype]
+        values = {head[-1][at : at + n] for at in range(0, len(head[-1]), n)}
+        if len(array.shape) < 2 or len(values) < 2:
+            continue  # vectors and constants may be equal by chance
+        for name in matrices.get(head, []):
             if name not in tied and same(array.source, foreign.weights[name].source):
                 foreign.notes.append(
                     f"{alias} holds what {name} holds and has no state of its own: tied"
@@ -235,6 +243,12 @@ def _tie(foreign: Foreign, where: str, said: Mapping[str, str]) -> None:
                 _merge(foreign, where, alias, name)
                 tied.add(name)
                 break
+
+
+def _head(array: Array) -> tuple[Any, ...]:
+    """Shape, dtype and first elements: what differs there is not compared further."""
+    content = array.source.read(0, min(array.numel, 1024)) if array.numel else b""
+    return (array.shape, array.dtype, content)
 
 
 def _merge(foreign: Foreign, where: str, alias: str, name: str) -> None:
@@ -258,7 +272,8 @@ def _moment(
 ) -> Array:
     found = foreign.state.get(name, {}).get(key)
     if found is None:
-        dtype = next(iter(foreign.state.values()))[moments[0]].dtype
+        states = iter(foreign.state.values())
+        dtype = next((s[moments[0]].dtype for s in states), "float32")
         return Array(weight.shape, Zeros(weight.numel, dtype))
     if found.shape != weight.shape:
         raise CheckpointError(
