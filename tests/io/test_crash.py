@@ -84,15 +84,23 @@ def point(folder: pathlib.Path) -> str:
     return "files" if sum(sizes) > 0 else "begun"
 
 
-def test_killed_at_random_times(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param(12, id="a few"),
+        pytest.param(200, id="many", marks=[pytest.mark.full, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_killed_at_random_times(tmp_path, wanted) -> None:
     """kill -9 from outside at seeded times; the next job starts from what the last one left."""
     rows, seed = 30_000, 20240611
     rng = random.Random(seed)
     points = {"between": 0, "begun": 0, "files": 0, "index written": 0}
+    rare = points if wanted > 100 else ("between", "files")
     kills = 0
-    while min(points["files"], points["between"]) < 5:
+    while kills < wanted or min(points[point] for point in rare) < 5:
         kills += 1
-        assert kills <= 60, (seed, points)
+        assert kills <= wanted + 60, (seed, points)
         process = start(tmp_path, 3, rows)
         assert process.stdout is not None
         lines = []
@@ -100,9 +108,10 @@ def test_killed_at_random_times(tmp_path) -> None:
             line = process.stdout.readline()
             assert line, "the job ended by itself"
             lines.append(line)
-        if rng.random() < 0.3:  # when a file begins, whenever that is
-            while point(tmp_path) == "between":
-                time.sleep(0.0005)
+        if rng.random() < 0.5:  # at one of the points, whenever that is
+            at, deadline = rng.choice(["begun", "files", "index written"]), time.monotonic() + 2.0
+            while point(tmp_path) != at and time.monotonic() < deadline:
+                pass
         else:
             time.sleep(rng.uniform(0.0, 0.15))
         process.send_signal(signal.SIGKILL)
