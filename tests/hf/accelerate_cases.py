@@ -182,6 +182,7 @@ def clipped_by_the_file(folder: Path) -> Any:
     return {
         "apart": small.apart(two["weights"], one["weights"]),
         "stage": ft.shards(two["done"]["model"]).policy.sharding.stage,
+        "described": ft.describe(two["done"]["model"]),
     }
 
 

@@ -47,6 +47,8 @@ def test_state_is_saved_and_loaded(found: Any) -> None:
 
 def test_clipped_by_the_file(found: Any) -> None:
     assert found["apart"] < 1e-5 and found["stage"] == 2
+    for key in ("zero_optimization.stage", "gradient_accumulation_steps", "gradient_clipping"):
+        assert key in found["described"]
 
 
 def test_fp16_skips_alike(job: Any) -> None:

@@ -348,7 +348,7 @@ class Settings:
         Raises
         ------
         ConfigError
-            The target was opened with others.
+            The target was opened with a sharding or precision other than what was given.
         """
         policy = target.shards.policy
         asked = dataclasses.replace(self.sharding, gather=policy.sharding.gather)
@@ -359,7 +359,7 @@ class Settings:
             ("sharding", asked, policy.sharding),
             ("precision", precision, policy.precision),
         ):
-            if here != there:
+            if what in self.given and here != there:
                 raise ConfigError(
                     f"{self.source} asks for {here}, but the target was opened with {there}: pass "
                     f"{what}=settings.{what} when opening it"

@@ -203,6 +203,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             mp_policy=precision,
             ignored_params=ignored_parameters(settings, model),
         )
+        if settings.keys:
+            settings.attach(ft.shards(model))  # describe() then shows what became of each key
         model._flatshard_asked = asked
 
     def prepare_optimizer(
