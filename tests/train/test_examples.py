@@ -69,6 +69,18 @@ def test_notebook(tmp_path: Path) -> None:
     assert len(digests) == 4 and len(set(digests)) == 1
 
 
+def test_jax_mlp(tmp_path: Path) -> None:
+    pytest.importorskip("jax", reason="JAX is not installed")
+    script, found = str(EXAMPLES / "jax_mlp.py"), []
+    for stage in ("0", "3"):
+        words = ["-m", "flatshard.cli", "launch", "-n", "2", script, "--stage", stage]
+        out = run([*words, "--precision", "bf16", "--steps", "60"], tmp_path)
+        losses = [float(x) for x in re.findall(r"step +\d+ loss ([\d.]+)", out)]
+        assert losses[-1] < 0.5 * losses[0]
+        found += re.findall(r"loss [\d.]+, weights ([0-9a-f]{12})", out)
+    assert len(found) == 2 and len(set(found)) == 1, "the same bits at both stages"
+
+
 def test_precision_study(tmp_path: Path) -> None:
     out = run([str(EXAMPLES / "precision_study.py"), "--steps", "20", "--seeds", "1"], tmp_path)
     rows = re.findall(r"^ +([\d.e-]+) +(bf16\S*) +([\d.]+) +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
