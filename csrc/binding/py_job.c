@@ -168,6 +168,20 @@ job_answer_close(PyObject *self, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *
+job_locate(PyObject *self, PyObject *arg)
+{
+    double patience = PyFloat_AsDouble(arg);
+    fs_job *job = patience == -1.0 && PyErr_Occurred() ? NULL : fs_py_job_get(self);
+    if (job == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    fs_job_locate(job, patience);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 job_interrupt(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
     if (((fs_py_job *)self)->job != NULL) {
@@ -192,7 +206,7 @@ job_report(PyObject *self, PyObject *Py_UNUSED(ignored))
     if (job == NULL) {
         return NULL;
     }
-    char text[FS_MESSAGE_NBYTES];
+    char text[FS_REPORT_NBYTES];
     fs_job_report(job, text, sizeof text);
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
@@ -246,6 +260,9 @@ static PyMethodDef job_methods[] = {
      "answer_close($self, /)\n--\n\nThis rank is not asked any more."},
     {"interrupt", job_interrupt, METH_NOARGS,
      "interrupt($self, /)\n--\n\nEnds every wait of the job."},
+    {"locate", job_locate, METH_O,
+     "locate($self, patience, /)\n--\n\nAsks the ranks that do not wait where they are, for the "
+     "report; seconds."},
     {"report", job_report, METH_NOARGS,
      "report($self, /)\n--\n\nWho has come, who has not, and why."},
     {"cause", job_cause, METH_NOARGS,

@@ -14,16 +14,20 @@ static PyTypeObject *world_type; /* one module per process, which is never unloa
 static void
 deliver_events(fs_py_world *self)
 {
-    char text[FS_MESSAGE_NBYTES];
+    char text[FS_REPORT_NBYTES];
     while (fs_world_next_event(self->world, text, sizeof text)) {
         if (self->on_event == NULL) {
             continue;
         }
-        PyObject *result = PyObject_CallFunction(self->on_event, "s", text);
+        /* It may have been cut in the middle of a character. */
+        PyObject *whole = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+        PyObject *result =
+            whole != NULL ? PyObject_CallOneArg(self->on_event, whole) : NULL;
         if (result == NULL) {
             PyErr_WriteUnraisable(self->on_event);
         }
         Py_XDECREF(result);
+        Py_XDECREF(whole);
     }
 }
 

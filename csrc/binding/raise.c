@@ -17,14 +17,18 @@ error_class(const char *name)
     return found;
 }
 
+/* The text may have been cut in the middle of a character. */
 static void
 raise_ours(const char *name, const char *text)
 {
     PyObject *type = error_class(name);
-    if (type != NULL) {
-        PyErr_SetString(type, text);
-        Py_DECREF(type);
+    PyObject *whole =
+        type != NULL ? PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace") : NULL;
+    if (whole != NULL) {
+        PyErr_SetObject(type, whole);
     }
+    Py_XDECREF(whole);
+    Py_XDECREF(type);
 }
 
 /* Through the package's log, and on stderr whatever that does. */
@@ -32,13 +36,15 @@ static void
 tell(int rank, const char *report)
 {
     PyObject *log = PyImport_ImportModule("flatshard._log");
+    PyObject *text = PyUnicode_DecodeUTF8(report, (Py_ssize_t)strlen(report), "replace");
     PyObject *done =
-        log != NULL ? PyObject_CallMethod(log, "tell", "is", rank, report) : NULL;
+        log != NULL && text != NULL ? PyObject_CallMethod(log, "tell", "iO", rank, text) : NULL;
     if (done == NULL) {
         PyErr_Clear();
         PySys_FormatStderr("flatshard error (rank %d): %s\n", rank, report);
     }
     Py_XDECREF(done);
+    Py_XDECREF(text);
     Py_XDECREF(log);
 }
 
@@ -59,7 +65,7 @@ raise_cause(fs_job *job, int rank, int threads)
         PyErr_SetNone(PyExc_KeyboardInterrupt);
         return;
     }
-    char report[FS_MESSAGE_NBYTES];
+    char report[FS_REPORT_NBYTES];
     fs_job_report(job, report, sizeof report);
     if (!threads && fs_job_tell_once(job)) {
         tell(rank, report);

@@ -44,6 +44,8 @@ typedef struct fs_cause {
 fs_cause fs_job_cause(const fs_job *job);
 bool fs_job_is_threads(const fs_job *job);
 
+#define FS_REPORT_NBYTES 8192
+
 /* Formats who arrived, who did not, each rank's operation, unit, step and Python line, and the
  * cause. Text stored by fs_job_leave appears here. Always ends the text with NUL. */
 void fs_job_report(const fs_job *job, char *buffer, size_t nbytes);
@@ -123,6 +125,10 @@ bool fs_job_answer_is_on_top(const fs_job *job);
 /* Not asked any more; closes the descriptor (unless the signal has another handler now, which may
  * call the one that writes). Does nothing in a forked child. */
 void fs_job_answer_close(fs_job *job);
+
+/* For a launcher: asks every rank that does not wait where it is, and waits for the answers that
+ * long; reports then say it. */
+void fs_job_locate(fs_job *job, double patience_s);
 
 /* Ends the job from outside of its ranks (Ctrl-C in the thread that waits for rank threads): every
  * wait of every rank fails with FS_CAUSE_INTERRUPTED, rank -1. */

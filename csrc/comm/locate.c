@@ -237,6 +237,22 @@ is_late(const fs_world *world, int job_rank)
     return atomic_load(&slot->note.waiting) == 0;
 }
 
+static void
+wait_for_answers(const fs_job *job, int64_t patience_ns)
+{
+    int64_t end = fs_now_ns() + patience_ns;
+    for (bool open = true; open && fs_now_ns() < end;) {
+        open = false;
+        for (int r = 0; r < job->size; r++) {
+            open = open || atomic_load(&job->page->slot[r].answer) == FS_ANSWER_ASKED;
+        }
+        if (open) {
+            const struct timespec pause = {0, 200000};
+            (void)nanosleep(&pause, NULL);
+        }
+    }
+}
+
 void
 fs_world_locate(const fs_world *world, int64_t patience_ns)
 {
@@ -249,17 +265,18 @@ fs_world_locate(const fs_world *world, int64_t patience_ns)
             (void)ask(job, r);
         }
     }
-    int64_t end = fs_now_ns() + patience_ns;
-    for (bool open = true; open && fs_now_ns() < end;) {
-        open = false;
-        for (int r = 0; r < job->size; r++) {
-            open = open || atomic_load(&job->page->slot[r].answer) == FS_ANSWER_ASKED;
-        }
-        if (open) {
-            const struct timespec pause = {0, 200000};
-            (void)nanosleep(&pause, NULL);
+    wait_for_answers(job, patience_ns);
+}
+
+void
+fs_job_locate(fs_job *job, double patience_s)
+{
+    for (int r = 0; r < job->size && !job->threads; r++) {
+        if (atomic_load(&job->page->slot[r].note.waiting) == 0) {
+            (void)ask(job, r);
         }
     }
+    wait_for_answers(job, (int64_t)(patience_s * 1e9));
 }
 
 static size_t
@@ -317,6 +334,13 @@ fs_world_locate(const fs_world *world, int64_t patience_ns)
 {
     (void)world;
     (void)patience_ns;
+}
+
+void
+fs_job_locate(fs_job *job, double patience_s)
+{
+    (void)job;
+    (void)patience_s;
 }
 
 static size_t

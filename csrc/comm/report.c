@@ -61,7 +61,11 @@ add_cause(text *out, fs_job *job, fs_cause cause, double seconds)
     }
     switch (cause.kind) {
     case FS_CAUSE_NONE:
-        add(out, "still waiting after %.1f s", seconds);
+        if (seconds > 0) {
+            add(out, "still waiting after %.1f s", seconds);
+        } else {
+            add(out, "no rank waits for another");
+        }
         break;
     case FS_CAUSE_DIED:
         add(out, "rank %d%s died: its process ended without a word (a signal, a crash, os._exit)",
@@ -139,6 +143,9 @@ add_process(text *out, fs_job *job, int rank)
     if (!fs_job_holds_lock(job, rank, &pid)) {
         add(out, "; its process is gone");
         return;
+    }
+    if (atomic_load(&slot->answer) == FS_ANSWER_ASKED) {
+        add(out, "; it was asked where it is now and does not answer");
     }
     switch (pid != 0 ? fs_process_state(pid) : 0) {
     case 'T':

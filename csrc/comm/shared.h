@@ -47,7 +47,6 @@ typedef struct fs_note {
 } fs_note;
 
 #define FS_REASON_NBYTES 1024
-#define FS_REPORT_NBYTES 4096
 
 typedef enum fs_left { FS_HERE = 0, FS_LEFT = 1, FS_LEFT_FAILED = 2 } fs_left;
 
@@ -303,7 +302,7 @@ bool fs_log_is_in_collective(const fs_world *world);
 
 // ---- locate.c -----------------------------------------------------------------------------------
 
-/* Asks the ranks that keep world waiting where they are, and waits for the answers so long. */
+/* Asks the ranks that keep world waiting where they are, and waits for the answers that long. */
 void fs_world_locate(const fs_world *world, int64_t patience_ns);
 /* Where rank is now, as far as it has answered (a rank that is a thread need not): "file:line in
  * function, called at file:line in function, ..."; returns the length, 0: not known. */

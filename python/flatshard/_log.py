@@ -66,7 +66,7 @@ def _kept(record: logging.LogRecord) -> None:
         return
     with contextlib.suppress(Exception):  # a record that cannot be formatted is told by its handler
         line = record.getMessage().split("\n", 1)[0]
-        keep(f"{record.levelname.lower()}: {line}")
+        keep(f"{record.levelname.lower()}: {line}".encode(errors="backslashreplace").decode())
 
 
 class _Ranks(logging.Filter):

@@ -530,7 +530,7 @@ class World:
 
 
 PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-LONGEST_TEXT = 600  # of an exception, so that its place is told too
+LONGEST_TEXT_NBYTES = 600  # of an exception
 
 
 def reason_of(error: BaseException) -> str:
@@ -540,8 +540,11 @@ def reason_of(error: BaseException) -> str:
     except Exception:
         text = "(its text cannot be had)"
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if len(said) > LONGEST_TEXT:
-        said = said[:LONGEST_TEXT] + "..."
+    # Without what C strings and UTF-8 cannot hold; cut, so that there is room for the place.
+    whole = said.replace("\0", "\\0").encode(errors="backslashreplace")
+    if len(whole) > LONGEST_TEXT_NBYTES:
+        whole = whole[:LONGEST_TEXT_NBYTES] + b"..."
+    said = whole.decode(errors="ignore")
     place = ""
     trace = error.__traceback__
     while trace is not None:
@@ -549,7 +552,7 @@ def reason_of(error: BaseException) -> str:
         if not place or not code.co_filename.startswith(PACKAGE):
             place = f" (at {code.co_filename}:{trace.tb_lineno} in {code.co_name})"
         trace = trace.tb_next
-    return said + place
+    return said + place.encode(errors="backslashreplace").decode()
 
 
 def _warn(text: str) -> None:

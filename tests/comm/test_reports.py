@@ -159,6 +159,8 @@ def test_a_late_rank_beside_a_dead_one(script: pathlib.Path) -> None:
         ("raise LookupError('nothing')", "failed: LookupError: nothing (at HERE in load)"),
         ("raise KeyboardInterrupt", "failed: KeyboardInterrupt (at HERE in load)"),
         ("raise ValueError('x' * 5000)", "... (at HERE in load)"),
+        ("raise ValueError('ab' + '\\u20ac' * 400)", "... (at HERE in load)"),
+        ("raise ValueError('\\0 \\udc80')", r"ValueError: \0 \udc80 (at HERE in load)"),
         ("sys.exit(3)", "left: its program ended (sys.exit, or the end of the script)"),
         ("os._exit(3)", "died: its process ended without a word (a signal, a crash, os._exit)"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "died: its process ended without a word"),
@@ -185,6 +187,28 @@ def test_why_a_rank_is_gone(script: pathlib.Path, how: str, said: str) -> None:
             assert end.status == 7 and "caught rank 1" in end.out, end
             assert said in end.out, end.out
             assert "last in barrier" in end.out or "failed:" in end.out
+
+
+def test_a_report_that_is_cut_in_a_character(script: pathlib.Path) -> None:
+    """Names longer than their place in the report: still the right exception."""
+    program = """
+        params = {"x" + "\u5c64" * 40 + f".{i}.w": np.ones(64, np.float32) for i in range(4)}
+        world = init(timeout=50, report_after=0.2)
+        shards = flatshard.shard(params, world, sharding=flatshard.Sharding(stage=2))
+        for unit in shards:
+            if world.rank == 1:
+                time.sleep(0.6)
+                os._exit(1)
+            try:
+                unit.reduce({name: np.ones(64, np.float32) for name in unit.names})
+            except errors.PeerLost as error:
+                say(f"caught {error}")
+                break
+    """
+    with Ranks(2, program, path=script, PYTHONIOENCODING="utf-8") as job:
+        (end,) = job.ends(0)
+        assert "caught rank 1" in end.out and "waits in reduce, unit x\u5c64\u5c64" in end.out, end
+        assert "still waiting after" in end.err and "Traceback" not in end.err, end
 
 
 @pytest.mark.quick
@@ -384,6 +408,32 @@ def test_the_report_comes_before_the_launcher_ends_the_survivors(
     assert told == {0, 2} or (told and launcher[0].startswith("torch")), end.stderr
     place = f"in barrier, at {script}:{line_of(script, '# this line')}"
     assert end.stderr.count(place) >= 2 * len(told)  # of both, in each report
+
+
+def test_the_launcher_says_where_ranks_are_that_never_wait(script: pathlib.Path) -> None:
+    """Nobody meets the dead rank, so nobody reports it: the launcher asks before it ends them."""
+    script.write_text(
+        "import os, time, flatshard\n"
+        "world = flatshard.init(timeout=30)\n"
+        "world.barrier()\n"
+        "if world.rank == 1:\n"
+        "    os._exit(3)\n"
+        "def compute():\n"
+        "    time.sleep(50)  # this line\n"
+        "compute()\n"
+    )
+    end = subprocess.run(
+        [sys.executable, "-m", "flatshard.cli", "launch", "-n", "2", str(script)],
+        env=ranks.environment(),
+        capture_output=True,
+        text=True,
+        timeout=ranks.DEADLINE_S,
+    )
+    assert end.returncode == 3, end
+    told = "flatshard launch: the ranks that still run are ended: no rank waits for another"
+    assert told in end.stderr, end.stderr
+    place = f"now at {script}:{line_of(script, '# this line')} in compute"
+    assert place in end.stderr and "rank 1: last in barrier" in end.stderr, end.stderr
 
 
 def test_the_report_goes_through_the_programs_logging_too() -> None:

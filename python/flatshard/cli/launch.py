@@ -28,6 +28,7 @@ POLL_S = 0.02
 #: After the first failure: how long ranks have to end by themselves, and after SIGTERM.
 END_S = 5.0
 TERMINATE_S = 5.0
+LOCATE_S = 0.5
 AGREED_S = 60.0
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 PR_SET_PDEATHSIG = 1
@@ -142,7 +143,7 @@ def launch(
                     )
                 return _wait(children, job, agreed)
             finally:
-                _end(children, 0.0)
+                _end(children)
                 job.close()
 
 
@@ -222,7 +223,10 @@ def _wait(
                 running = True
             elif code != 0:
                 # Ranks that end together on purpose may still have something to write.
-                _end(children, AGREED_S if code in agreed else END_S)
+                _let_end(children, AGREED_S if code in agreed else END_S)
+                if code not in agreed:
+                    _tell_where(children, job)
+                _end(children)
                 return _first_failure(children, job, rank, agreed)
         if not running:
             return 0
@@ -246,24 +250,34 @@ def _first_failure(
     return _status(code)
 
 
-def _end(children: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
-    """Lets ranks end, asks them to, kills them; each with the processes that it started."""
-    for number, seconds in (
-        (None, patience),
-        (signal.SIGTERM, TERMINATE_S),
-        (signal.SIGKILL, TERMINATE_S),
-    ):
+def _let_end(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Waits until all have ended, for so long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(child.poll() is None for child in children):
+        time.sleep(POLL_S)
+
+
+def _tell_where(children: Sequence[subprocess.Popen[bytes]], job: _core.Job) -> None:
+    """Says what ranks are doing that are ended now, if none has waited, and so none has said it."""
+    if job.cause() is not None or all(child.poll() is not None for child in children):
+        return
+    job.locate(LOCATE_S)
+    report = job.report()
+    if report.count("has not started") < len(children):  # flatshard's ranks, not just any program
+        print(f"flatshard launch: the ranks that still run are ended: {report}", file=sys.stderr)
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Asks ranks to end, kills them; each with the processes that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         running = [child for child in children if child.poll() is None]
         if not running:
             break
-        if number is not None:
-            for child in running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, number)
-                    os.killpg(child.pid, signal.SIGCONT)  # a stopped one could not end
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(child.poll() is None for child in running):
-            time.sleep(POLL_S)
+        for child in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+                os.killpg(child.pid, signal.SIGCONT)  # a stopped one could not end
+        _let_end(running, TERMINATE_S)
     for child in children:
         # What a failed rank left running; after a clean end that is the script's own decision.
         if child.returncode:
