@@ -15,7 +15,10 @@ from typing import Any
 
 import flatshard
 
-from .._start import find_place
+from .. import config as configuration
+from .._start import Place, find_place
+from ..config.deepspeed import AUTO_NAMES
+from ..config.native import train_options
 from ..errors import ConfigError
 from ..models import data
 from ..models.folder import RunFolder
@@ -103,6 +106,13 @@ def parser() -> argparse.ArgumentParser:
         default="processes",
         help="what a rank is (default: processes)",
     )
+    ranks.add_argument(
+        "--config",
+        dest="configuration",
+        metavar="F",
+        help="an fsdp_config, a DeepSpeed JSON or an Accelerate YAML: what it says is the default "
+        "of the options below",
+    )
     add(ranks, "--threads", "compute threads of a rank (default: its share of the cores)", type=int)
     add(ranks, "--stage", "0: everything whole, 1: state sharded, 2: gradients too, 3: weights too")
     add(ranks, "--gather", "auto, view (one copy of the weights on the host) or copy")
@@ -175,17 +185,37 @@ def config_of(options: argparse.Namespace) -> TrainConfig:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(options).items()
-        if name not in ("ranks", "ranks_as")
+        if name not in ("ranks", "ranks_as", "configuration")
     }
     return TrainConfig(**values)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Trains as one rank, or starts the ranks; returns 0, or 130 after Ctrl-C."""
+def parse(arguments: Sequence[str], place: Place) -> argparse.Namespace:
+    """The options. With --config, what the file says comes before the defaults, and what is said
+    on the command line before the file."""
     it = parser()
     options = it.parse_args(arguments)
-    config = config_of(options)
+    if options.configuration is None:
+        return options
+    settings = configuration.read(
+        options.configuration,
+        world_size=options.ranks or place.size,
+        auto=dict.fromkeys(AUTO_NAMES, configuration.LATER),
+    )
+    settings.check_world(options.ranks or place.size)
+    values, left = train_options(settings)
+    it.set_defaults(**values)
+    if place.rank == 0 and place.launcher != "flatshard launch":
+        print(settings.table())
+        print("".join(f"not taken over: {text}\n" for text in left), flush=True)
+    return it.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trains as one rank, or starts the ranks; returns 0, or 130 after Ctrl-C."""
     place = find_place()
+    options = parse(arguments, place)
+    config = config_of(options)
     if place.launcher != "nobody":
         if options.ranks not in (None, place.size):
             raise ConfigError(
