@@ -68,8 +68,10 @@ def test_whole_weights(gang: Callable[[int], Gang], tmp_path: pathlib.Path) -> N
 
 
 # Those that read no Parameter outside of forward.
-@pytest.mark.parametrize("case", ["aliases", "bad_loads", "stale_graph", "sparse", "nothing_published",
-                                  "fp16", "calls", "unit_choices", "fsdp_policies", "freed",
-                                  "recomputed"])  # fmt: skip
+RULES = ["aliases", "bad_loads", "stale_graph", "sparse", "nothing_published", "fp16", "calls",
+         "unit_choices", "fsdp_policies", "freed", "recomputed"]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RULES)
 def test_rule(gang: Callable[[int], Gang], case: str) -> None:
     gang(2).run("cases_copies:rule", which=case)

@@ -22,6 +22,7 @@ from ._access import full_grads, full_params, get, put
 from ._adopt import adopt
 from ._backward import backward
 from ._clip import clip_grad_norm_
+from ._meta import empty_weights, from_pretrained, materialize
 from ._module import fully_shard, is_sharded, shards, unshard
 from ._optim import SGD, Adagrad, Adam, AdamW, Lion
 from ._recompute import activation_checkpointing
@@ -46,6 +47,8 @@ __all__ = [
     "backward",
     "clip_grad_norm_",
     "describe",
+    "empty_weights",
+    "from_pretrained",
     "full_grads",
     "full_params",
     "fully_shard",
@@ -54,6 +57,7 @@ __all__ = [
     "load",
     "load_optimizer_state_dict",
     "load_state_dict",
+    "materialize",
     "no_sync",
     "optimizer_state_dict",
     "plan",

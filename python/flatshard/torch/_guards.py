@@ -142,6 +142,7 @@ class BeforeForward(Hook):
         if torch.compiler.is_compiling():
             return None
         self.sharded.grads.notice_failure()
+        self.sharded.check_values("forward")
         self.sharded.held.check("before forward")
         dtype = self.sharded.casts.inputs
         if dtype is None:

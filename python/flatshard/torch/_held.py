@@ -59,7 +59,7 @@ class Held(abc.ABC):
     @abc.abstractmethod
     def lend(self, values: list[torch.Tensor] | None) -> None:
         """Every Parameter an ordinary tensor that may be written: over ``values``, or, with None,
-        over what it has (a load writes there, and asks `changed`). Until `restore`, or `refresh`."""
+        over what it has (a load writes there, and asks `changed`). Until `restore` or `refresh`."""
 
     @abc.abstractmethod
     def restore(self) -> None:

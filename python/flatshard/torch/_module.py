@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,11 @@ class Sharded:
         plan = find_plan(module, units, ignored)
         if not plan.members:
             raise ValueError(f"this {type(module).__name__} has no Parameter to shard")
-        check_members(plan.members)
+        #: False: built on the meta device, and `materialize` has not been called.
+        self.has_values = check_members(plan.members)
+        for member in plan.members:
+            if not self.has_values:
+                _leave_meta(member.parameter)
         self.members = plan.members
         self.unit_modules = plan.modules
         self.links = plan.links
@@ -58,7 +62,8 @@ class Sharded:
             world, parameters=plan.parameters(), units=plan.places(), policy=policy
         )
         try:
-            self._store_values()
+            if self.has_values:
+                self._store_values()
             self._share_buffers()
             self.held = hold(self)
         except BaseException:
@@ -126,8 +131,18 @@ class Sharded:
             )
         return self.optimizer
 
+    def check_values(self, where: str) -> None:
+        """RuntimeError where there are none yet."""
+        if not self.has_values:
+            raise RuntimeError(
+                f"{where}: this {type(self.module).__name__} was sharded on the meta device and "
+                "has no values: call flatshard.torch.materialize(module, init=...), or load a "
+                "checkpoint"
+            )
+
     def before_step(self, where: str) -> None:
         """What a step, and a clip, must find in order."""
+        self.check_values(f"{where}()")
         self.grads.settle_drops()
         self.held.check(f"before {where}()")
 
@@ -149,9 +164,25 @@ class Sharded:
         self.shards.close()
 
 
-def check_members(members: Iterable[Any]) -> None:
-    """Refuses what cannot be sharded, before anything is allocated."""
+def _leave_meta(parameter: torch.nn.Parameter) -> None:
+    """The same object on the CPU, still without memory to speak of: one element, repeated."""
+    bare = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    torch.utils.swap_tensors(
+        parameter, torch.nn.Parameter(bare, requires_grad=parameter.requires_grad)
+    )
+
+
+def check_members(members: Sequence[Any]) -> bool:
+    """Refuses what cannot be sharded, before anything is allocated. Have they values, or are they
+    all on the meta device?"""
     seen: dict[int, str] = {}
+    bare = [m.name for m in members if m.parameter.device.type == "meta"]
+    if 0 < len(bare) < len(members):
+        raise ValueError(
+            f"Parameter {bare[0]} is on the meta device, without values, and others are not: give "
+            "it values (torch.nn.Module.to_empty and its initialisation), or build the whole "
+            "module inside flatshard.torch.empty_weights()"
+        )
     for member in members:
         p = member.parameter
         entry = _registry.entry_of(p)
@@ -161,12 +192,7 @@ def check_members(members: Iterable[Any]) -> None:
                 f"{type(entry.sharded.module).__name__}: call it once, on the whole module, and "
                 "name the submodules that are gathered together with units=[...]"
             )
-        if p.device.type == "meta":
-            raise ValueError(
-                f"Parameter {member.name} is on the meta device, without values: give the module "
-                "memory and values first (module.to_empty(device='cpu') and its initialisation)"
-            )
-        if p.device.type != "cpu":
+        if p.device.type not in ("cpu", "meta"):
             raise NotImplementedError(
                 f"Parameter {member.name} is on {p.device}: this version shards modules on the CPU"
             )
@@ -177,13 +203,14 @@ def check_members(members: Iterable[Any]) -> None:
             )
         if p.layout is not torch.strided:
             raise TypeError(f"Parameter {member.name} is {p.layout}: expected a dense one")
-        if p.numel():
+        if p.numel() and not bare:
             owner = seen.setdefault(p.untyped_storage().data_ptr(), member.name)
             if owner != member.name:
                 raise ValueError(
                     f"Parameters {owner} and {member.name} share memory but are two objects: "
                     "sharding would part them. Tie them by assigning one Parameter to both"
                 )
+    return not bare
 
 
 def fully_shard(
@@ -205,7 +232,8 @@ def fully_shard(
     Parameters
     ----------
     module : Module
-        On the CPU, with values. Every rank takes rank 0's.
+        On the CPU, with values: every rank takes rank 0's. Or on the meta device, as a whole:
+        `materialize` gives it values.
     world : World, optional
         The ranks; by default those of the launcher (``flatshard.init()``).
     units : "auto", class name, class, callable, or a list of names, classes and submodules

@@ -44,6 +44,7 @@ def save(
         As ``flatshard.checkpoint.save``.
     """
     sharded = _registry.sharded_of(module, "save")
+    sharded.check_values("save()")
     sharded.held.check("before save()")
     engine = None
     if optimizer is not None:
@@ -89,5 +90,6 @@ def load(
     loaded = checkpoint.load(directory, sharded, engine, **options)
     if engine is not None:
         binding.take_groups()
+    sharded.has_values = True
     sharded.held.refresh()
     return loaded

@@ -197,6 +197,7 @@ class _Loading:
             sharded.shards._core.store(index, MASTER, 0, value)
         self.sources.clear()
         sharded.shards._core.store_end()
+        sharded.has_values = True
         sharded.held.refresh()
         everyone = np.asarray(sharded.world.all_gather(sums)).reshape(-1, len(sums))
         if replaced:
