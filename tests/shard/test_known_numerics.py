@@ -73,6 +73,35 @@ def test_an_overflow_on_one_of_four_ranks_halves_the_scale_on_all_every_time():
     on(4, rank)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("micro", range(3))
+def test_an_overflow_in_any_micro_batch_skips_the_whole_step(micro, stage):
+    how = fs.MixedPrecision(
+        param="float16", reduce="float16", master="float32", loss_scale=fs.LossScale(initial=64.0)
+    )
+
+    def rank(world):
+        shards = fs.shard(
+            {"a.w": f32(1, 2, 3), "b.w": f32(4, 5)},
+            world,
+            precision=how,
+            sharding=fs.Sharding(stage),
+        )
+        opt = fs.AdamW(shards, lr=0.1, weight_decay=0.1)
+        before = fs.weights_sha256(shards), fs.state_sha256(shards), opt.state()["steps"]
+        for turn in range(3):
+            bad = np.inf if (turn, world.rank) == (micro, 1) else 1.0
+            shards.unit("b").reduce({"b.w": f32(1, bad)}, count=2)
+            shards.unit("a").reduce({"a.w": f32(1, 1, 1)}, count=2)
+        result = opt.step(max_norm=1.0)
+        after = fs.weights_sha256(shards), fs.state_sha256(shards), opt.state()["steps"]
+        world.barrier()
+        assert after == before
+        return result.applied, result.reason, result.nonfinite, opt.loss_scale
+
+    assert on(3, rank) == [(False, "overflow", ("b.w", 1), 32.0)] * 3
+
+
 def test_skips_are_counted_told_once_and_move_no_schedule(caplog):
     schedule = fs.schedule.linear(1.0, warmup=4, total=10)
 

@@ -17,10 +17,21 @@ GROUPS = {"head": {"match": ["head.*"], "lr": 0.003, "weight_decay": 0.3}}
 NO_DECAY = ("*.b",)
 
 OPTIONS = {
+    "SGD": {"lr": 0.01, "momentum": 0.9, "nesterov": True},
     "Adagrad": {"lr": 0.05, "lr_decay": 0.02, "initial_accumulator_value": 0.1},
-    "Adam": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "amsgrad": True},
-    "AdamW": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "amsgrad": True},
+    "Adam": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4},
+    "AdamW": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4},
+    "Adam, AMSGrad": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "amsgrad": True},
+    "AdamW, AMSGrad": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "amsgrad": True},
     "Lion": {"lr": 0.01, "betas": (0.9, 0.97)},
+}
+MOMENTS = {
+    "SGD": ("momentum_buffer",),
+    "Adagrad": ("sum",),
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "Adam, AMSGrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "AdamW, AMSGrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
 }
 DECAY = 0.1
 RULES = sorted(OPTIONS)
@@ -55,7 +66,8 @@ def make_grads(rng, params, steps=STEPS):
 def run(world, params, grads, rule, *, first=None, sharding=fs.Sharding(), **changes):
     """All ranks have the same gradients. first: called with shards and optimizer beforehand."""
     shards = fs.shard(params, world, sharding=sharding, groups=GROUPS, **changes)
-    opt = getattr(fs, rule)(shards, weight_decay=DECAY, no_decay=NO_DECAY, **OPTIONS[rule])
+    kind = getattr(fs, rule.split(",")[0])
+    opt = kind(shards, weight_decay=DECAY, no_decay=NO_DECAY, **OPTIONS[rule])
     if first is not None:
         first(shards, opt)
     for step in grads:
@@ -91,13 +103,14 @@ def of_torch(rule, params, grads):
         for name, tensor in tensors.items()
     ]
     options = {"eps": 1e-10, **OPTIONS[rule]} if rule == "Adagrad" else OPTIONS[rule]
-    optimizer = getattr(torch.optim, rule)(groups, foreach=False, **options)
+    optimizer = getattr(torch.optim, rule.split(",")[0])(groups, foreach=False, **options)
     for step in grads:
         for name, tensor in tensors.items():
             tensor.grad = torch.tensor(step[name].astype(np.float64)) if name in step else None
         optimizer.step()
-    names = ("sum",) if rule == "Adagrad" else ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    moments = {w: {n: optimizer.state[t][w].numpy() for n, t in tensors.items()} for w in names}
+    moments = {
+        w: {n: optimizer.state[t][w].numpy() for n, t in tensors.items()} for w in MOMENTS[rule]
+    }
     return {n: t.detach().numpy() for n, t in tensors.items()}, moments
 
 
@@ -128,10 +141,11 @@ def units(got, want, floor):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_hundred_steps(rule, rng):
-    """Weights within 16 fp32 ulp of float64 (of max(|w|, 0.5)), and where decay is a factor rounded
-    to fp32, half an ulp a step more: 66. Moments within 32 (of max(|m|, 0.25)): a beta near 1 that
-    is rounded to fp32 moves a mean by half an ulp / (1 - beta), here 10, and each step rounds once
-    more, of which the last 1 / (1 - beta) count."""
+    """Weights within 66 fp32 ulp of float64 (of max(|w|, 0.5)): each step rounds the weight once,
+    by half an ulp, and the moments it is made of a little. Moments within 32 (of max(|m|, 0.25); of a
+    momentum buffer, which adds up ten gradients, of max(|m|, 1)): a beta near 1 that is rounded to
+    fp32 moves a mean by half an ulp / (1 - beta), here 10, and each step rounds once more, of which
+    the last 1 / (1 - beta) count."""
     params = make_params(rng)
     grads = make_grads(rng, params)
     if rule == "Lion":
@@ -142,12 +156,12 @@ def test_a_hundred_steps(rule, rng):
     else:
         want, moments = of_torch(rule, params, grads)
         keep = {n: np.ones(p.shape, bool) for n, p in params.items()}
-    bound = 16 + (STEPS / 2 if rule in ("AdamW", "Lion") else 0)
+    floor = 1.0 if rule == "SGD" else 0.25
     for full, got, _, state in fs.local_world(2).run(run, params, grads, rule):
         for name in params:
-            assert units(full[name], want[name], 0.5)[keep[name]].max() <= bound, name
+            assert units(full[name], want[name], 0.5)[keep[name]].max() <= 16 + STEPS / 2, name
             for what, values in moments.items():
-                assert units(got[what][name], values[name], 0.25).max() <= 32, (name, what)
+                assert units(got[what][name], values[name], floor).max() <= 32, (name, what)
             absent = STEPS // ABSENT[name] if name in ABSENT else 0
             assert state["steps"][name] == STEPS - absent
 

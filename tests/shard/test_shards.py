@@ -1,12 +1,14 @@
 """Shards as users hold them: access, views, ties, frozen parts, groups, refusals, the plan."""
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from reference import Reference
 
 import flatshard as fs
+from flatshard.policy import PRESETS
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
 
@@ -389,8 +391,14 @@ def test_bytes_per_owned_parameter():
         classes = ("weights", "accumulators", "master", "moments")
         return sum(sum(planned[c]) for c in classes) / (numel / world.size)
 
-    split = fs.MixedPrecision(param="bfloat16", master="split")
-    cases = [("fp32", 16), ("bf16", 18), (split, 16), ("bf16-pure", 10), ("bf16-pure-sr", 10)]
+    cases = [("fp32", 16), ("bf16", 18), ("bf16-split", 16), ("fp16", 18), ("bf16-pure", 10)]
+    cases += [("bf16-pure-sr", 10)]
+    # Gradients summed in bf16: two bytes less.
+    cases += [
+        (replace(PRESETS[preset], accumulate="bfloat16"), want - 2)
+        for preset, want in cases
+        if preset.startswith("bf16")
+    ]
     for precision, want in cases:
         for got in fs.local_world(2).run(rank, precision):
             assert got == pytest.approx(want, rel=1e-3)
