@@ -367,6 +367,17 @@ def test_check_the_environment(
     assert "FSDP_OFFLOAD_PARAMS" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("form", ["fsdp", "deepspeed", "accelerate"])
+def test_keys(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "keys", form]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 40 and len(set(lines)) == len(lines)
+    fates = {line.split()[1] for line in lines}
+    assert fates == {"done", "noted", "refused"}
+    refused = [line for line in lines if line.split()[1] == "refused"]
+    assert all("nearest: " in line for line in refused)
+
+
 def test_write(files: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     for to in KINDS:
         source, out = str(files / "fsdp.json"), files / f"made-{to}.json"

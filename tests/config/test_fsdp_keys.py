@@ -159,9 +159,9 @@ POLICIES = [
     *noted("output_dtype", "bf16"),
     *noted("buffer_dtype", "fp32"),
     *noted("cast_forward_inputs", True),
-    refused("cast_forward_inputs", False, "inputs are always cast"),
+    refused("cast_forward_inputs", False, "inputs are cast to param_dtype"),
     *noted("cast_root_forward_inputs", True),
-    refused("cast_root_forward_inputs", False, "inputs are always cast"),
+    refused("cast_root_forward_inputs", False, "inputs are cast to param_dtype"),
     *noted("keep_low_precision_grads", False),
     refused("keep_low_precision_grads", True, "summed gradients are float32"),
 ]

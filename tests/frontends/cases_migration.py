@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import torch
@@ -200,7 +201,7 @@ def _whole(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def train(
     world: fs.World, system: str, values: dict[str, Any], model: str = "llama", steps: int = 8,
-    micro_batches: int = 1, max_norm: float = 0.0,
+    micro_batches: int = 1, max_norm: float = 0.0, gather: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
     """The same training twice; how far apart whole Parameters, norms and losses are."""
     build, batch_of, loss_of = MODELS[model]
@@ -209,6 +210,8 @@ def train(
         settings = config.deepspeed(values, world_size=size)
     else:
         settings = config.fsdp(values, world_size=size)
+    sharding = dataclasses.replace(settings.sharding, gather=gather)  # type: ignore[arg-type]
+    settings = dataclasses.replace(settings, sharding=sharding)
     ours, theirs = build(0), build(0)
     ft.fully_shard(ours, world=world, **_module_settings(settings, ours))
     settings.attach(ft.shards(ours))

@@ -48,6 +48,18 @@ PAIRS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         {"reshard_after_forward": False, **WRAP},
         {"micro_batches": 2},
     ),
+    (
+        "FSDP2, copies",
+        "fsdp2",
+        {"reshard_after_forward": True, **WRAP},
+        {"gather": "copy", "max_norm": 0.5},
+    ),
+    (
+        "FSDP2, copies kept gathered",
+        "fsdp2",
+        {"reshard_after_forward": False, **WRAP},
+        {"gather": "copy", "micro_batches": 2},
+    ),
     ("FairScale's OSS", "zero1", {"sharding_strategy": "NO_SHARD"}, {"max_norm": 0.5}),
 ]
 

@@ -1,4 +1,4 @@
-"""``flatshard config check F`` and ``write F``: what became of each key, and other forms."""
+"""``flatshard config check F``, ``keys FORM``, ``write F``: what becomes of keys; other forms."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .. import config
+from ..config.accelerate_keys import DEEPSPEED, PARALLEL, TOP
+from ..config.checks import Wrong
 from ..config.deepspeed import AUTO_NAMES
+from ..config.deepspeed_keys import RULES as DEEPSPEED_RULES
+from ..config.fsdp import POLICY
+from ..config.fsdp import RULES as FSDP_RULES
 from ..config.own import KINDS
+from ..config.reading import Rule, section
 from ..config.settings import short
 from ..errors import ConfigError
 
@@ -33,6 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     _reading(check, "file", "FILE")
     check.add_argument("--json", action="store_true", help="print one JSON object")
 
+    keys = commands.add_parser("keys", help="every key of a form, and what becomes of it")
+    keys.add_argument("form", choices=("fsdp", "deepspeed", "accelerate"))
+
     write = commands.add_parser("write", help="write a configuration in another form")
     write.add_argument("file", metavar="FILE", help="to write, .json or .yaml; - prints it")
     _reading(write, "--from", "SOURCE", required=True, dest="source")
@@ -44,6 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     options = it.parse_args(arguments)
     if options.command == "check":
         return _check(options)
+    if options.command == "keys":
+        print("\n".join(known_keys(options.form)))
+        return 0
     return _write(options)
 
 
@@ -112,6 +124,57 @@ def _check(options: argparse.Namespace) -> int:
     counts = {fate: sum(key.fate == fate for key in settings.keys) for fate in ("done", "noted")}
     print(f"{counts['done']} done, {counts['noted']} noted, none refused")
     return 0
+
+
+def known_keys(form: str) -> list[str]:
+    """A line for every key that a reader knows: done, noted or refused, and why.
+
+    Parameters
+    ----------
+    form : {"fsdp", "deepspeed", "accelerate"}
+    """
+    rules: Mapping[str, Rule] = {
+        "fsdp": {**FSDP_RULES, "mixed_precision_policy": section(POLICY)},
+        "deepspeed": DEEPSPEED_RULES,
+        "accelerate": {
+            **TOP,
+            "fsdp_config": section(FSDP_RULES),
+            "deepspeed_config": section(DEEPSPEED),
+            "parallelism_config": section(PARALLEL),
+        },
+    }[form]
+    rows = list(_rows(rules, ""))
+    width = max(len(path) for path, _, _ in rows)
+    return [f"{path:{width}}  {fate:7}  {text}".rstrip() for path, fate, text in rows]
+
+
+def _rows(rules: Mapping[str, Rule], path: str) -> Iterator[tuple[str, str, str]]:
+    for key, rule in rules.items():
+        if rule.fate == "section":
+            yield from _rows(rule.rules or {}, f"{path}{key}.")
+            continue
+        text = rule.text if isinstance(rule.text, str) else _example(rule)
+        if rule.near:
+            text += f"; nearest: {rule.near}"
+        yield f"{path}{key}", rule.fate, text
+
+
+#: Likely values; the first that a rule takes is its example.
+_SAMPLES: tuple[object, ...] = (
+    *(True, ["LlamaDecoderLayer"], "AdamW", "NO_SHARD", "FULL_STATE_DICT", "bf16", "cpu"),
+    *("WarmupLR", "Fail", "FSDP", 2, 0.5),
+)
+
+
+def _example(rule: Rule) -> str:
+    """What the first value decides that the rule takes."""
+    for sample in _SAMPLES:
+        try:
+            value = rule.check(sample, False)
+        except Wrong:
+            continue
+        return f"{short(sample)}: {rule.text(value)}" if callable(rule.text) else rule.text
+    raise AssertionError("no sample fits")
 
 
 def _is_open(settings: config.Settings) -> bool:

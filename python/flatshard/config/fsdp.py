@@ -104,12 +104,16 @@ POLICY: Mapping[str, Rule] = {
     "reduce_dtype": done(checks.dtype, lambda v: f'MixedPrecision(reduce="{v}")'),
     "output_dtype": noted(checks.dtype, "outputs keep the dtype that the module gives them"),
     "buffer_dtype": noted(checks.dtype, "buffers keep their dtype; they are not sharded"),
-    "cast_forward_inputs": refused(
-        _flag, "inputs are always cast", off=lambda v: v, off_text="inputs are always cast"
-    ),
-    "cast_root_forward_inputs": refused(
-        _flag, "inputs are always cast", off=lambda v: v, off_text="inputs are always cast"
-    ),
+    **{
+        name: refused(
+            _flag,
+            "inputs are cast to param_dtype",
+            near="mixed_precision_policy.param_dtype",
+            off=lambda v: v,
+            off_text="always",
+        )
+        for name in ("cast_forward_inputs", "cast_root_forward_inputs")
+    },
     "keep_low_precision_grads": refused(
         _flag, "summed gradients are float32", near="mixed_precision_policy.reduce_dtype"
     ),
