@@ -202,7 +202,7 @@ class Checkpoint:
         self.rank, self.size = join()
         self.dcp, self.action, self.folder = dcp, action, folder
         mesh = init_device_mesh("cpu", (self.size,))
-        n = nbytes // 4 // 16
+        n = nbytes // 4 // 16 // 1024 * 1024
         self.state = {
             f"tensor.{k}": distribute_tensor(
                 torch.arange(n, dtype=torch.float32).reshape(-1, 1024) + k, mesh, [Shard(0)]

@@ -1,7 +1,9 @@
 """Saving and loading a sharded state, against torch.distributed.checkpoint and the bare disk.
 
 Bytes are those of all tensors together. Loading reads what was just written, from the system's
-cache. Options: ranks=2, bytes=1200000000, folder=... (where to write; default: the system's
+cache. "plain files" is the same number of processes that write the same bytes and sync, or read
+them to memory. The last case is training while a save is written behind it: against steps alone.
+Options: ranks=2, bytes=1200000000, model=32m, folder=... (where to write; default: the system's
 temporary folder).
 """
 
@@ -15,16 +17,23 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.harness import Case, Contender, Settings, Suite
 from benchmarks.ranks import Ranks
 
-__all__ = ["SUITE", "open_checkpoint"]
+if TYPE_CHECKING:
+    from flatshard.checkpoint import Saving
+
+__all__ = ["SUITE", "open_behind", "open_checkpoint", "open_plain"]
 
 TENSORS = 16
 COLUMNS = 1024
+CHUNK = 4 << 20
+#: Steps of a sample that a save is written behind.
+STEPS = 8
 
 
 class Checkpoint:
@@ -83,45 +92,115 @@ def open_checkpoint(action: str, nbytes: int, folder: str) -> Checkpoint:
     return Checkpoint(action, nbytes, folder)
 
 
-@dataclasses.dataclass
-class Disk:
-    """One process that writes the bytes to a file and syncs it, or reads them."""
+class Plain:
+    """One rank that writes its part of the bytes from memory to a file and syncs it, or reads it
+    to memory that it already has: no header, checksum or agreement."""
 
-    action: str
-    nbytes: int
-    folder: pathlib.Path
+    def __init__(self, action: str, nbytes: int, folder: str) -> None:
+        import flatshard as fs
 
-    def __post_init__(self) -> None:
-        self.name = f"one file, {self.action}"
-        self.block = memoryview(bytearray(range(256)) * (1 << 14))
-        self.times = self.nbytes // self.block.nbytes
+        self.world = fs.init()  # its barrier alone
+        self.action = action
+        place = pathlib.Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        self.path = place / f"rank-{self.world.rank}"
+        draw = np.random.default_rng(self.world.rank)
+        self.bytes = draw.integers(0, 256, nbytes // self.world.size, np.uint8)
+        self.view = memoryview(self.bytes.data)
         self.write()
 
     def write(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "bytes", "wb", buffering=0) as file:
-            for _ in range(self.times):
-                file.write(self.block)
+        self.path.unlink(missing_ok=True)
+        with open(self.path, "wb", buffering=0) as file:
+            for begin in range(0, len(self.view), CHUNK):
+                file.write(self.view[begin : begin + CHUNK])
             os.fsync(file.fileno())
 
     def read(self) -> None:
-        with open(self.folder / "bytes", "rb", buffering=0) as file:
-            for _ in range(self.times):
-                file.readinto(self.block)
+        at = 0
+        with open(self.path, "rb", buffering=0) as file:
+            while at < len(self.view):
+                at += file.readinto(self.view[at : at + CHUNK]) or 0
 
     def verify(self) -> None:
-        assert (self.folder / "bytes").stat().st_size == self.times * self.block.nbytes
+        before = self.bytes.copy()
+        self.bytes[:] = 0
+        self.read()
+        assert (self.bytes == before).all(), "what was read is not what was written"
 
     def sample(self) -> float:
+        self.world.barrier()
         started = time.perf_counter()
         if self.action == "save":
             self.write()
         else:
             self.read()
+        self.world.barrier()
         return time.perf_counter() - started
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.world.close()
+
+
+def open_plain(action: str, nbytes: int, folder: str) -> Plain:
+    return Plain(action, nbytes, folder)
+
+
+class Behind:
+    """One rank that takes a few training steps; with ``saving``, a save is written behind them."""
+
+    def __init__(self, model: str, batch: int, length: int, saving: bool, folder: str) -> None:
+        import flatshard as fs
+
+        self.fs, self.world = fs, fs.init()
+        self.saving, self.folder = saving, pathlib.Path(folder)
+        self.model = fs.models.Llama.from_config(model, world=self.world, precision="bf16")
+        self.optimizer = fs.AdamW(self.model, lr=1e-4)
+        vocabulary = self.model.config.vocab_size
+        draw = np.random.default_rng(self.world.rank)
+        self.ids = draw.integers(0, vocabulary, (batch, length + 1)).astype(np.int32)
+        self.number = 0
+        self.step()
+
+    def step(self) -> None:
+        self.model.forward_backward(self.ids[:, :-1], self.ids[:, 1:])
+        assert self.optimizer.step()
+
+    def save(self) -> Saving:
+        self.number += 1
+        return self.fs.checkpoint.save(
+            self.folder, self.model, self.optimizer, step=self.number, keep=1, background=True
+        )
+
+    def verify(self) -> None:
+        """What is committed is the moment of the call, whatever the steps after it did."""
+        before = self.fs.weights_sha256(self.model), self.fs.state_sha256(self.model)
+        self.world.barrier()
+        saving = self.save()
+        self.step()
+        saving.wait()
+        self.fs.checkpoint.load(self.folder, self.model, self.optimizer)
+        after = self.fs.weights_sha256(self.model), self.fs.state_sha256(self.model)
+        self.world.barrier()
+        assert after == before, "a step after the call has reached the file"
+
+    def sample(self) -> float:
+        self.world.barrier()
+        started = time.perf_counter()
+        saving = self.save() if self.saving else None
+        for _ in range(STEPS):
+            self.step()
+        if saving is not None:
+            saving.wait()
+        self.world.barrier()
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self.world.close()
+
+
+def open_behind(model: str, batch: int, length: int, saving: bool, folder: str) -> Behind:
+    return Behind(model, batch, length, saving, folder)
 
 
 @dataclasses.dataclass
@@ -152,23 +231,33 @@ def cases(settings: Settings) -> Sequence[Case]:
     above = options.get("folder") or tempfile.gettempdir()
     torch = settings.peers and importlib.util.find_spec("torch") is not None
 
-    def job(name: str, function: str, action: str) -> Callable[[], Contender | None]:
-        folder = pathlib.Path(above) / f"flatshard-benchmark-{os.getpid()}-{name.split()[0]}"
-        return lambda: Cleaned(
-            Ranks(name, function, n=n, action=action, nbytes=nbytes, folder=str(folder)), folder
-        )
+    def job(name: str, function: str, **arguments: Any) -> Callable[[], Contender | None]:
+        place = f"flatshard-benchmark-{os.getpid()}-{name.replace(' ', '-')}"
+        folder = pathlib.Path(above) / place
+        return lambda: Cleaned(Ranks(name, function, n=n, folder=str(folder), **arguments), folder)
 
-    def disk(action: str) -> Callable[[], Contender | None]:
-        folder = pathlib.Path(above) / f"flatshard-benchmark-{os.getpid()}-disk"
-        return lambda: Disk(action, nbytes, folder)
-
+    here = "benchmarks.suites.checkpoint"
     found = []
     for action in ("save", "load"):
-        who = [job("flatshard", "benchmarks.suites.checkpoint:open_checkpoint", action)]
+        what = {"action": action, "nbytes": nbytes}
+        who = [job("flatshard", f"{here}:open_checkpoint", **what)]
         if torch:
-            who.append(job("torch DCP", "benchmarks.peers.torch_world:open_checkpoint", action))
-        who.append(disk(action))
+            who.append(job("torch DCP", "benchmarks.peers.torch_world:open_checkpoint", **what))
+        who.append(job("plain files", f"{here}:open_plain", **what))
         found.append(Case(f"{action} {nbytes / 1e9:.2f} GB, {n} ranks", who, nbytes / 1e9, "GB"))
+    model = options.get("model") or ("tiny" if settings.smoke else "32m")
+    how = {"model": model, "batch": 4, "length": 32 if settings.smoke else 256}
+    found.append(
+        Case(
+            f"{STEPS} steps of {model}, {n} ranks",
+            [
+                job("with a save behind", f"{here}:open_behind", saving=True, **how),
+                job("alone", f"{here}:open_behind", saving=False, **how),
+            ],
+            STEPS,
+            "steps",
+        )
+    )
     return found
 
 

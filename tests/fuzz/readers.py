@@ -11,6 +11,7 @@ reader is removed from a copy of its source first: then there must be a finding.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dis
 import hashlib
 import inspect
@@ -26,12 +27,22 @@ import tempfile
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from flatshard import _core, _folders
-from flatshard.config import LATER, checks, deepspeed_keys, fsdp, reading, zero_keys
+from flatshard.config import (
+    LATER,
+    accelerate_keys,
+    checks,
+    deepspeed_keys,
+    fsdp,
+    reading,
+    zero_keys,
+)
+from flatshard.config import accelerate as read_accelerate
 from flatshard.config import deepspeed as read_deepspeed
 from flatshard.config import fsdp as read_fsdp
 from flatshard.errors import CheckpointError, ConfigError
@@ -223,9 +234,28 @@ def call_deepspeed(data: bytes, folder: pathlib.Path) -> None:
     )
 
 
+def call_accelerate(data: bytes, folder: pathlib.Path) -> None:
+    """An Accelerate configuration: {"environment": ...}, or a file, read as JSON or as YAML."""
+    values, ways = None, list[dict[str, Any]]()
+    with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
+        values = {"ACCELERATE_MIXED_PRECISION": "no", **json.loads(data)["environment"]}
+    if values is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            ways = [{}, {"world_size": 4}]
+            _each_way(lambda **how: read_accelerate(values, **how), ways, b"{}", "")
+        return
+    path = folder / f"accelerate.{'yaml' if len(data) % 2 else 'json'}"
+    path.write_bytes(data)
+    text = b"{}" if path.suffix == ".yaml" else data
+    ways = [{}, {"world_size": 2, "auto": AUTO}, {"device": "cuda"}]
+    _each_way(lambda **how: read_accelerate(str(path), **how), ways, text, "")
+
+
 _FOLDERS = ("parse_json", "_no_duplicates", "_no_constants", "_Reader")
 _DS = sys.modules["flatshard.config.deepspeed"]
 _FSDP = sys.modules["flatshard.config.fsdp"]
+_ACCELERATE = sys.modules["flatshard.config.accelerate"]
 assert fsdp is read_fsdp
 
 TARGETS = {
@@ -263,6 +293,12 @@ TARGETS = {
             plant=(reading, "                self.fail(where, _unknown(key, rules, known))\n",
                    "                continue\n"),
         ),
+        Target(
+            "accelerate", call_accelerate, (ConfigError, NotImplementedError),
+            (_ACCELERATE,),
+            plant=(reading, "                self.fail(where, _unknown(key, rules, known))\n",
+                   "                continue\n"),
+        ),
     )
 }  # fmt: skip
 #: Modules whose strings are keys and values that a mutation may use.
@@ -272,6 +308,7 @@ VOCABULARY: dict[str, tuple[types.ModuleType, ...]] = {
     "config": (model_config,),
     "fsdp": (_FSDP, checks),
     "deepspeed": (_DS, deepspeed_keys, zero_keys, checks),
+    "accelerate": (_ACCELERATE, accelerate_keys, checks),
 }
 
 

@@ -71,7 +71,7 @@ C_TARGETS = {
         ),
     )
 }
-PYTHON_TARGETS = ("index", "weight_map", "config", "fsdp", "deepspeed")
+PYTHON_TARGETS = ("index", "weight_map", "config", "fsdp", "deepspeed", "accelerate")
 
 
 def make(*words: str) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 
 HERE = pathlib.Path(__file__).resolve().parent
 DEADLINE = 60.0
+LONG = pytest.mark.timeout(900)
 
 
 def start(folder, size, rows, wait=0, limit=None, **environment) -> subprocess.Popen[str]:
@@ -85,18 +86,21 @@ def point(folder: pathlib.Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    ("wanted", "seed"),
     [
-        pytest.param(12, id="a few"),
-        pytest.param(200, id="many", marks=[pytest.mark.full, pytest.mark.timeout(1200)]),
+        pytest.param(10, 20240611, id="ten"),
+        *(
+            pytest.param(40, seed, id=f"forty-{seed}", marks=[pytest.mark.full, LONG])
+            for seed in range(5)
+        ),
     ],
 )
-def test_killed_at_random_times(tmp_path, wanted) -> None:
+def test_killed_at_random_times(tmp_path, wanted, seed) -> None:
     """kill -9 from outside at seeded times; the next job starts from what the last one left."""
-    rows, seed = 30_000, 20240611
+    rows = 30_000
     rng = random.Random(seed)
     points = {"between": 0, "begun": 0, "files": 0, "index written": 0}
-    rare = points if wanted > 100 else ("between", "files")
+    rare = points if wanted > 20 else ("between", "files")
     kills = 0
     while kills < wanted or min(points[point] for point in rare) < 5:
         kills += 1
