@@ -144,7 +144,16 @@ def without_cpu(folder: Path) -> Any:
 
 @case
 def state_is_saved_and_loaded(folder: Path) -> Any:
-    where = folder / "state"
+    return saved_and_loaded(folder / "state")
+
+
+@case
+def state_in_pieces(folder: Path) -> Any:
+    config = {"fsdp": {"state_dict_type": "SHARDED_STATE_DICT"}}
+    return saved_and_loaded(folder / "state-pieces", mixed_precision="bf16", flatshard=config)
+
+
+def saved_and_loaded(where: Path, **options: Any) -> Any:
 
     def run(accelerator: Any, resume: bool) -> Any:
         torch.manual_seed(5)
@@ -167,8 +176,8 @@ def state_is_saved_and_loaded(folder: Path) -> Any:
                 accelerator.save_state(str(where))
         return small.digest(small.weights(model)), schedule.get_last_lr()[0]
 
-    one = run(fresh(hf.Accelerator), False)
-    two = run(fresh(hf.Accelerator), True)
+    one = run(fresh(hf.Accelerator, **options), False)
+    two = run(fresh(hf.Accelerator, **options), True)
     return {"same": one == two, "files": sorted(os.listdir(where))}
 
 

@@ -21,6 +21,18 @@ def llama(seed: int = 1) -> Any:
     )  # fmt: skip
 
 
+def t5(seed: int = 1) -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
+            dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+        )
+    )  # fmt: skip
+
+
 def bert(seed: int = 1) -> Any:
     from transformers import BertConfig, BertForSequenceClassification
 

@@ -45,6 +45,11 @@ def test_state_is_saved_and_loaded(found: Any) -> None:
     assert "flatshard-complete.json" in found["files"]
 
 
+def test_state_in_pieces(found: Any) -> None:
+    assert found["same"]
+    assert "flatshard" in found["files"] and "optimizer.bin" not in found["files"]
+
+
 def test_clipped_by_the_file(found: Any) -> None:
     assert found["apart"] < 1e-5 and found["stage"] == 2
     for key in ("zero_optimization.stage", "gradient_accumulation_steps", "gradient_clipping"):

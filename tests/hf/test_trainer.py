@@ -40,6 +40,15 @@ def test_deepspeed(found: Any) -> None:
     assert found["stage"] == 3
 
 
+def test_copy_mode(found: Any) -> None:
+    equal_runs(found)
+    assert found["stage"] == 3
+
+
+def test_recompute(found: Any) -> None:
+    equal_runs(found)
+
+
 def test_sharded_ddp(found: Any) -> None:
     equal_runs(found)
     assert found["stage"] == 2
@@ -52,7 +61,7 @@ def test_no_clipping(found: Any) -> None:
 
 def test_the_same_bits_from_every_configuration(job: Any) -> None:
     names = ("default", "fsdp", "deepspeed", "sharded_ddp", "evaluate_first", "plain_arguments",
-             "accelerate_launch")  # fmt: skip
+             "accelerate_launch", "copy_mode", "recompute")  # fmt: skip
     assert len({one["found"]["digest"] for name in names for one in job[name]}) == 1
 
 
@@ -132,14 +141,24 @@ def test_plain_arguments(found: Any) -> None:
 # ---- a run --------------------------------------------------------------------------------------
 
 
-def test_best_model(found: Any) -> None:
+BEST = ("best_model", "best_model_in_copy_mode", "best_model_in_pieces")
+
+
+@pytest.mark.parametrize("name", BEST)
+def test_best(job: Any, name: str) -> None:
+    found = job[name][0]["found"]
+    assert "raised" not in found, found["where"]
     losses = {int(step): loss for step, loss in found["losses"].items()}
     best = min(losses, key=lambda step: losses[step])
     assert best != max(losses), "or the last one would do"
     assert found["best"] == f"checkpoint-{best}"
-    assert found["restored"] and found["saved"] > 0
     assert found["again"] == pytest.approx(losses[best], rel=1e-6)
     assert "flatshard-complete.json" in found["files"]
+    assert ("model.safetensors" in found["files"]) == (name != "best_model_in_pieces")
+
+
+def test_best_is_the_same_however_saved(job: Any) -> None:
+    assert len({one["found"]["digest"] for name in BEST for one in job[name]}) == 1
 
 
 def test_early_stopping(found: Any) -> None:
@@ -153,6 +172,11 @@ def test_resume(found: Any, job: Any) -> None:
     assert again == whole and found["rate"][0] == found["rate"][1]
     assert found["folders"] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert any("checkpoint-6 is passed over" in line for line in job["resume"][0]["log"])
+
+
+def test_resume_in_pieces(found: Any) -> None:
+    assert found["same"] and found["rate"][0] == found["rate"][1]
+    assert "flatshard" in found["files"] and "model.safetensors" not in found["files"]
 
 
 def test_damaged(found: Any) -> None:
@@ -194,6 +218,14 @@ def test_replaced(found: Any) -> None:
 
 def test_model_init(found: Any) -> None:
     assert found["same"] and found["unsharded"]
+
+
+def test_translation(found: Any) -> None:
+    """Beam search on two ranks gives what one model alone gives."""
+    for predicted, alone in found.values():
+        assert len(predicted) == 7
+        for mine, right in zip(predicted, alone, strict=True):
+            assert [t for t in mine if t > 0] == [t for t in right if t > 0]
 
 
 def test_subclass(found: Any) -> None:

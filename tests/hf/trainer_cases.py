@@ -77,15 +77,17 @@ def compared(folder: Path, **changes: Any) -> dict[str, Any]:
     theirs = {k: v for k, v in changes.items() if k not in mine}
     one = stock(folder, small.llama(), rows, **theirs)
     two = ours(folder, small.llama(), rows, **changes)
+    names = dict(two.model.named_parameters())
+    weights = {n: v for n, v in whole(two).items() if n in names}
     return {
-        "apart": small.apart(small.weights(two.model), small.weights(one.model)),
-        "moved": small.apart(small.weights(two.model), small.weights(small.llama())),
+        "apart": small.apart(weights, small.weights(one.model)),
+        "moved": small.apart(weights, small.weights(small.llama())),
         "loss": [history(one, "loss"), history(two, "loss")],
         "grad_norm": [history(one, "grad_norm"), history(two, "grad_norm")],
         "rate": [history(one, "learning_rate"), history(two, "learning_rate")],
         "eval": [one.evaluate()["eval_loss"], two.evaluate()["eval_loss"]],
         "stage": ft.shards(two.model).policy.sharding.stage,
-        "digest": small.digest(small.weights(two.model)),
+        "digest": small.digest(weights),
     }
 
 
@@ -133,6 +135,20 @@ def deepspeed(folder: Path) -> Any:
     path = folder / f"zero3-{os.getpid()}.json"
     path.write_text(json.dumps(ZERO3))
     return compared(folder, deepspeed=str(path))
+
+
+COPY = {"stage": 3, "sharding": {"gather": "copy"}}
+
+
+@case
+def copy_mode(folder: Path) -> Any:
+    """As on several hosts: a weight has memory only while its unit runs."""
+    return compared(folder, flatshard=COPY)
+
+
+@case
+def recompute(folder: Path) -> Any:
+    return compared(folder, fsdp=True, fsdp_config={"activation_checkpointing": True})
 
 
 @case
@@ -335,26 +351,40 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "
 
 @case
 def best_model(folder: Path) -> Any:
+    return best_of(folder / "best")
+
+
+@case
+def best_model_in_copy_mode(folder: Path) -> Any:
+    return best_of(folder / "best-copy", flatshard=COPY)
+
+
+@case
+def best_model_in_pieces(folder: Path) -> Any:
+    config = {"state_dict_type": "SHARDED_STATE_DICT"}
+    return best_of(folder / "best-pieces", fsdp=True, fsdp_config=config)
+
+
+def best_of(where: Path, **more: Any) -> Any:
     """The rate is high at the end, so the best checkpoint is not the last."""
-    changes = {**SAVING, "load_best_model_at_end": True, "learning_rate": 4.0,
+    changes = {**more, **SAVING, "load_best_model_at_end": True, "learning_rate": 4.0,
                "lr_scheduler_type": "constant", "max_grad_norm": 1.0}  # fmt: skip
-    where = folder / "best"
     trainer = ours(where, small.llama(), small.sequences(40), **changes)
     losses = {row["step"]: row["eval_loss"] for row in trainer.state.log_history
               if "eval_loss" in row}  # fmt: skip
     best = trainer.state.best_model_checkpoint
-    from safetensors.torch import load_file
-
-    saved = load_file(os.path.join(best, "model.safetensors"))
-    now = {n: p.detach() for n, p in trainer.model.named_parameters()}
     return {
         "losses": losses,
         "best": os.path.basename(best),
-        "restored": all(torch.equal(now[n], saved[n]) for n in now if n in saved),
-        "saved": len(saved),
         "again": trainer.evaluate()["eval_loss"],
+        "digest": small.digest(whole(trainer)),
         "files": sorted(os.listdir(best)),
     }
+
+
+def whole(trainer: Any) -> Any:
+    """The weights, in copy mode too."""
+    return {n: v.float() for n, v in ft.state_dict(trainer.model).items()}
 
 
 @case
@@ -392,6 +422,24 @@ def resume(folder: Path) -> Any:
         "history": [history(whole, "loss"), history(again, "loss")],
         "rate": [history(whole, "learning_rate"), history(again, "learning_rate")],
         "folders": sorted(os.listdir(where / "out")),
+    }
+
+
+@case
+def resume_in_pieces(folder: Path) -> Any:
+    """SHARDED_STATE_DICT with bf16 weights: masters and moments come back."""
+    where = folder / "pieces"
+    rows = small.sequences(40)
+    changes = {"bf16": True, "fsdp": True, "learning_rate": 1e-3,
+               "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}  # fmt: skip
+    one = trained(hf.Trainer, small.llama(), resumable(where, **changes), rows)
+    again = made(hf.Trainer, resumable(where, **changes), rows, model=small.llama(seed=7))
+    again.train(resume_from_checkpoint=str(where / "out" / "checkpoint-4"))
+    masters = [ft.state_dict(t.model, dtype="master") for t in (one, again)]
+    return {
+        "same": small.digest(masters[0]) == small.digest(masters[1]),
+        "rate": [history(one, "learning_rate"), history(again, "learning_rate")],
+        "files": sorted(os.listdir(where / "out" / "checkpoint-4")),
     }
 
 
@@ -540,6 +588,29 @@ def subclass(folder: Path) -> Any:
         "apart": small.apart(small.weights(two.model), small.weights(one.model)),
         "sharded": ft.is_sharded(two.model),
     }
+
+
+@case
+def translation(folder: Path) -> Any:
+    """Beams of ranks end at different lengths; in copy mode every forward is everybody's."""
+    found: dict[str, Any] = {}
+    rows = small.sequences(7, seed=6)
+    for row in rows:
+        row["labels"] = row["input_ids"][:4]
+    for name, flatshard in {"view": None, "copy": COPY}.items():
+        args = arguments(
+            folder / name, hf.Seq2SeqTrainingArguments, predict_with_generate=True, max_steps=2,
+            generation_num_beams=3, generation_max_length=9, flatshard=flatshard,
+        )  # fmt: skip
+        trainer = trained(hf.Seq2SeqTrainer, small.t5(), args, rows)
+        predicted = trainer.predict(rows).predictions
+        alone = small.t5()
+        alone.load_state_dict(whole(trainer))
+        with torch.no_grad():
+            ids = small.batch_of(rows)["input_ids"]
+            wanted = alone.eval().generate(ids, num_beams=3, max_length=9)
+        found[name] = [predicted.tolist(), wanted.tolist()]
+    return found
 
 
 # ---- precision ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from .. import torch as ft
 from ..config import Settings
 from ..errors import ConfigError
 from ..job import init
-from . import _commit, _launch
+from . import _commit, _launch, _pieces
 from ._optimizer import ShardedOptimizer
 from ._settings import compute_policy, ignored_parameters, read_accelerator, units_of
 
@@ -69,6 +69,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     _models: list[Any]
+    _optimizers: list[Any]
 
     def __init__(self, *args: Any, flatshard: Any = None, **kwargs: Any) -> None:
         _launch.check_thread()
@@ -368,9 +369,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """As in accelerate, then a marker that everything is there. Collective."""
         if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
             _commit.begin(output_dir, self.world)
-        made = super().save_state(output_dir, safe_serialization, **kwargs)
+        with self._without(self.flatshard.save == "sharded") as left:
+            made = super().save_state(output_dir, safe_serialization, **kwargs)
+        for number, (model, optimizer) in enumerate(left):
+            _pieces.write(made, model, optimizer, step=self.step, number=number)
         _commit.finish(made, self.world)
         return made
+
+    @contextlib.contextmanager
+    def _without(self, pieces: bool) -> Iterator[list[tuple[torch.nn.Module, Any]]]:
+        """The sharded models and their optimizers, which accelerate does not see meanwhile."""
+        left: list[tuple[torch.nn.Module, Any]] = []
+        models, optimizers = self._models, self._optimizers
+        if pieces:
+            for model in models:
+                inner = getattr(model, "_orig_mod", model)
+                if ft.is_sharded(inner):
+                    binding = ft._registry.sharded_of(inner, "save_state").optimizer
+                    theirs = [o.optimizer for o in optimizers if o.optimizer._flatshard is binding]
+                    left.append((inner, theirs[0] if theirs else None))
+            ours = {id(optimizer) for _, optimizer in left}
+            self._models = [m for m in models if not ft.is_sharded(getattr(m, "_orig_mod", m))]
+            self._optimizers = [o for o in optimizers if id(o.optimizer) not in ours]
+        try:
+            yield left
+        finally:
+            self._models, self._optimizers = models, optimizers
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -381,14 +405,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             input_dir = _commit.newest(f"{self.project_dir}/checkpoints", "checkpoint_")
         elif input_dir is not None:
             _commit.check(input_dir)
-        super().load_state(input_dir, load_kwargs, **kwargs)
+        for optimizer in self._optimizers:
+            optimizer.optimizer._flatshard.bind("load_state")
+        with self._without(input_dir is not None and _pieces.are_in(input_dir)) as left:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        for number, (model, optimizer) in enumerate(left):
+            _pieces.read(str(input_dir), model, optimizer, number=number)
         self.world.barrier()
 
 
 def state_dict(model: torch.nn.Module) -> dict[str, Any]:
     """Whole weights of a sharded module: its masters where it has them."""
-    sharded = ft._registry.sharded_of(model, "state_dict")
-    masters = sharded.shards.policy.precision.master is not None
+    masters = ft.shards(model).policy.precision.master is not None
     found: dict[str, Any] = ft.state_dict(model, dtype="master" if masters else "compute")
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from .. import torch as ft
 from ..config import Settings
 from ..errors import ConfigError
-from . import _commit, _launch
+from . import _commit, _launch, _pieces
 from ._accelerator import Accelerator, state_dict
 from ._arguments import TrainingArguments, settings_of, take
 from ._probe import loss_is_summed
@@ -243,7 +245,7 @@ class TrainerMixin(_Host):  # type: ignore[misc]
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if not ft.is_sharded(model) or model is not self.model:
             return None
-        policy = ft._registry.sharded_of(model, "save").shards.policy
+        policy = ft.shards(model).policy
         if policy.precision.master is None and policy.sharding.gather == "view":
             return None  # the module's own tensors are whole, and ties are ties
         return state_dict(model)
@@ -272,13 +274,61 @@ class TrainerMixin(_Host):  # type: ignore[misc]
             _commit.check(resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in transformers: whole weights. Within checkpoints of SHARDED_STATE_DICT each rank
+        writes its pieces instead. Collective.
+
+        Parameters
+        ----------
+        output_dir : str, optional
+            By default that of the arguments.
+        """
+        if not (_internal_call and self._in_pieces):
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = output_dir or self.args.output_dir
+        os.makedirs(folder, exist_ok=True)
+        if self.args.should_save and hasattr(self.model, "config"):
+            self.model.config.save_pretrained(folder)
+        optimizer = None if self.args.save_only_model else self.optimizer.optimizer
+        _pieces.write(folder, self.model, optimizer, step=self.state.global_step)
+
+    @property
+    def _in_pieces(self) -> bool:
+        return self._flatshard.save == "sharded" and ft.is_sharded(self.model)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As in transformers; what is in pieces was written with the weights."""
+        if not self._in_pieces:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As in transformers; pieces are read when the model is sharded, with the state."""
+        if not _pieces.are_in(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As in transformers, with masters from the file where the module has a narrower dtype."""
+        if checkpoint is not None and _pieces.are_in(checkpoint):
+            _pieces.read(checkpoint, self.model, self.optimizer.optimizer)
+            path = os.path.join(checkpoint, SCHEDULER_NAME)
+            self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+            return
         if checkpoint is not None and ft.is_sharded(self.model):
-            policy = ft._registry.sharded_of(self.model, "load").shards.policy
+            policy = ft.shards(self.model).policy
             if policy.precision.master is not None:
                 self._load_from_checkpoint(checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_best_model(self) -> None:
+        """As in transformers, from pieces too."""
+        best = self.state.best_model_checkpoint
+        if _pieces.are_in(best):
+            _pieces.read(best, self.model, None)
+        else:
+            super()._load_best_model()
 
 
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
@@ -287,3 +337,10 @@ class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
 
 class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """The Seq2SeqTrainer of transformers, over flatshard."""
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, but rows that fill up the last batch are not counted twice."""
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+        return super().evaluation_loop(*args, **kwargs)
