@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from ._folders import Catalog, Index, catalog_of, committed, first_of, foreign_catalog, read_index
+from ._folders import (
+    FLOATS,
+    Catalog,
+    Index,
+    catalog_of,
+    committed,
+    first_of,
+    foreign_catalog,
+    read_index,
+)
 from ._together import on_first
 from .errors import CheckpointError
 
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["WeightsRead", "check_weights", "export", "read_weights"]
 
 _FLOATS = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_SHORT = {"F32": "float32", "F64": "float64", "BF16": "bfloat16", "F16": "float16"}
+_SHORT = {short: name for name, short in FLOATS.items()}
 
 #: (name in the file, dtype, shape, where it comes from)
 _Tensor = tuple[str, str, tuple[int, ...], Any]
@@ -312,6 +321,9 @@ def _from_folder(
     there = _whole_tensors(catalog)
     # In the order of the model where it is known, so that a checkpoint gives what its model gave.
     names = list(there) if index is None else [p.name for p in index.parameters]
+    for p in () if index is None else index.parameters:
+        if p.numel == 0:  # in no file
+            there.setdefault(p.name, (p.shape, FLOATS.get(p.dtype, p.dtype)))
     lost = [name for name in names if name not in there]
     if lost:
         raise CheckpointError(f"{catalog.folder}: no file holds {first_of(lost)}")

@@ -19,6 +19,7 @@ from .errors import CheckpointError
 
 __all__ = [
     "BLOCK_NBYTES",
+    "FLOATS",
     "FORMAT",
     "Catalog",
     "Index",
@@ -39,6 +40,8 @@ __all__ = [
 
 #: The format that this version writes, and the newest that it reads.
 FORMAT = 1
+#: Dtypes of weights and moments, and how safetensors spells them.
+FLOATS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 #: Bytes of the file that one checksum covers.
 BLOCK_NBYTES = 1 << 20
 INDEX = "index.json"

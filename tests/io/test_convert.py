@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch_zip
 import flatshard as fs
 from flatshard import _folders, checkpoint
 from flatshard.cli.__main__ import main
+from flatshard.convert import _sources
 from flatshard.errors import CheckpointError
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
@@ -177,6 +179,18 @@ def test_ties_are_not_made_by_chance(tmp_path) -> None:
     assert checkpoint.convert(folder, None).ties == ()
 
 
+def test_moments_that_share_their_elements_are_refused(tmp_path) -> None:
+    """A file whose second moment was written over the first cannot be gone on from."""
+    arrays = {"w": np.arange(6, dtype=np.float32)}
+    torch_zip.write(tmp_path / "pytorch_model.bin", arrays)
+    moment = arrays["w"] + 1
+    state = {"w": {"step": 2.0, "exp_avg": moment, "exp_avg_sq": moment}}
+    groups = [{"params": ["w"], "lr": 0.1}]
+    torch_zip.write(tmp_path / "optimizer.bin", {"state": state, "param_groups": groups})
+    with pytest.raises(CheckpointError, match="exp_avg and exp_avg_sq of w are the same elements"):
+        checkpoint.convert(tmp_path, None)
+
+
 def write_torch(folder: pathlib.Path, arrays, *, trained) -> None:
     """Weights and AdamW's state by names in files of torch.save, written by hand."""
     folder.mkdir()
@@ -203,6 +217,76 @@ def test_a_large_tensor_streams(tmp_path) -> None:
     (file,) = (tmp_path / "run").glob("*/rank-*")
     got = np.frombuffer(file.read_bytes()[-2 << 24 :], ml_dtypes.bfloat16)
     assert (got == arrays["w"].reshape(-1).astype(ml_dtypes.bfloat16)).all()
+
+
+def test_a_folder_in_several_torch_files(tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {f"layers.{i}.w": rng.standard_normal((3, 4)).astype(np.float32) for i in range(4)}
+    names = list(arrays)
+    places = {}
+    for file, part in (("pytorch_model-00001-of-00002.bin", names[:2]),
+                       ("pytorch_model-00002-of-00002.bin", names[2:])):  # fmt: skip
+        torch_zip.write(tmp_path / file, {name: arrays[name] for name in part})
+        places |= dict.fromkeys(part, file)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    checkpoint.convert(tmp_path, tmp_path / "run")
+    checkpoint.export(tmp_path / "run", tmp_path / "out")
+    got = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert all(got[name].tobytes() == array.tobytes() for name, array in arrays.items())
+
+    index.write_text(json.dumps({"weight_map": {**places, "ghost": places[names[0]]}}))
+    with pytest.raises(CheckpointError, match="its index lists ghost, no file has it"):
+        checkpoint.convert(tmp_path, None)
+    index.write_text(json.dumps({"weight_map": {**places, names[0]: places[names[3]]}}))
+    with pytest.raises(CheckpointError, match=r"'layers\.0\.w' is in pytorch_model-00001"):
+        checkpoint.convert(tmp_path, None)
+    index.write_text(json.dumps({"weight_map": places}))
+    (tmp_path / places[names[3]]).unlink()
+    with pytest.raises(CheckpointError, match=r"00002\.bin is missing, and with it layers\.2\.w"):
+        checkpoint.convert(tmp_path, None)
+
+
+def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch) -> None:
+    """A source that is cut while it is read, a file that may not grow, Ctrl-C: nothing half."""
+    arrays = {"w": np.arange(4 << 20, dtype=np.float32)}
+    torch_zip.write(tmp_path / "x.bin", arrays)
+    run = tmp_path / "run"
+    checkpoint.convert(LLAMA, run)
+
+    def unchanged() -> None:
+        assert os.listdir(run) == ["step-000003"] and checkpoint.verify(run) == []
+
+    real = _sources.Stretch.read
+
+    def cut(self, begin, end):
+        if begin > 2 << 20:
+            os.truncate(self.file.path, 9 << 20)
+        return real(self, begin, end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_sources.Stretch, "read", cut)
+        with pytest.raises(CheckpointError, match="unexpected end of file"):
+            checkpoint.convert(tmp_path / "x.bin", run)
+    unchanged()
+    torch_zip.write(tmp_path / "x.bin", arrays)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            checkpoint.convert(tmp_path / "x.bin", run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    unchanged()
+
+    def interrupted(self, begin, end):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_sources.Stretch, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.convert(tmp_path / "x.bin", run)
+    unchanged()
 
 
 def test_wrapped_names_and_buffers(tmp_path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 
 import converted
 import numpy as np
@@ -19,6 +20,7 @@ import test_convert_torch
 
 import flatshard as fs
 from flatshard import checkpoint
+from flatshard.errors import CheckpointError
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 
@@ -53,15 +55,78 @@ def test_torch(tmp_path) -> None:
     truth = converted.truth_of(tmp_path / "dcp")
     for name in ("nested", "flat"):
         test_convert_torch.check_dcp(tmp_path / "dcp" / name, truth, tmp_path / f"run-{name}")
-    checkpoint.convert(tmp_path / "fsdp", tmp_path / "run-fsdp")
-    truth = converted.truth_of(tmp_path / "fsdp")
-    _, state = converted.loads(tmp_path / "run-fsdp", truth, ties=test_convert_torch.TIE)
-    test_convert_torch.check_groups(state)
+    for name in ("fsdp", "accelerate"):
+        run = tmp_path / f"run-{name}"
+        checkpoint.convert(tmp_path / name, run)
+        truth = converted.truth_of(tmp_path / name)
+        _, state = converted.loads(run, truth, ties=test_convert_torch.TIE)
+        test_convert_torch.check_groups(state)
     checkpoint.convert(tmp_path / "dcp-columns", tmp_path / "run-columns")
     checkpoint.export(tmp_path / "run-columns", tmp_path / "out")
     got = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     for name, arrays in converted.truth_of(tmp_path / "dcp-columns").items():
         assert got[name].tobytes() == arrays["weight"].tobytes()
+
+
+def test_everything_that_torch_may_save(tmp_path) -> None:
+    """Views, strides, odd shapes and dtypes, parameters, other protocols: as torch.load has it."""
+    import torch
+
+    base = torch.arange(24.0)
+    content = {
+        "view": base[4:10].reshape(2, 3),
+        "other view": base[8:20].reshape(3, 4),
+        "transposed": base.reshape(4, 6).t(),
+        "strided": base[1::3],
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "half": torch.randn(5).to(torch.bfloat16),
+        "double": torch.randn(5, dtype=torch.float64),
+    }
+    left = {
+        "fp8": torch.zeros(3, dtype=torch.float8_e4m3fn),
+        "unsigned": torch.zeros(3, dtype=torch.uint16),
+        "complex": torch.zeros(3, dtype=torch.complex64),
+        "flags": torch.ones(3, dtype=torch.bool),
+        "number": 3,
+        "nothing": None,
+    }
+    for options in ({}, {"pickle_protocol": 4}):
+        torch.save({**content, **left}, tmp_path / "x.bin", **options)
+        run = tmp_path / f"run-{len(options)}"
+        report = checkpoint.convert(tmp_path / "x.bin", run)
+        assert {what for what, _ in report.left_out} == set(left)
+        checkpoint.export(run, tmp_path / "out", dtype="float64")
+        got = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+        for name, tensor in content.items():
+            assert (got[name] == tensor.detach().double().numpy()).all(), name
+            assert got[name].shape == tuple(tensor.shape)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(content, tmp_path / "x.bin")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert checkpoint.convert(tmp_path / "x.bin", None).parameters == len(content)
+
+    def refused(value, words: str, **options) -> None:
+        torch.save(value, tmp_path / "x.bin", **options)
+        with pytest.raises(CheckpointError, match=words):
+            checkpoint.convert(tmp_path / "x.bin", None)
+
+    refused({"w": torch.zeros(1).expand(1000)}, "reaches beyond the 1 elements of storage")
+    refused(torch.nn.Linear(2, 2), "names 'torch.nn.modules.linear.Linear'")
+    refused({"w": torch.zeros(2), "f": print}, "names '(builtins|__builtin__).print'")
+    refused({"w": torch.zeros(2).to_sparse()}, "names 'torch._utils._rebuild_sparse_tensor'")
+    refused(content, "before 1.6|no zip|header", _use_new_zipfile_serialization=False)
+    archive = zipfile.ZipFile(tmp_path / "x.bin", "w")  # torch.jit.save is on its way out
+    with archive:
+        for name in ("data.pkl", "constants.pkl", "code/m.py", "version"):
+            archive.writestr(f"m/{name}", b"")
+    with pytest.raises(CheckpointError, match="a TorchScript program"):
+        checkpoint.convert(tmp_path / "x.bin", None)
 
 
 OPTIMIZERS = {
@@ -149,7 +214,10 @@ def with_deepspeed() -> str | None:
     if importlib.util.find_spec("deepspeed") is not None:
         return sys.executable
     other = pathlib.Path(__file__).resolve().parents[2] / "build" / "others" / "bin" / "python"
-    return str(other) if other.exists() else None
+    probe = "import importlib.util as u, sys; sys.exit(None in map(u.find_spec, sys.argv[1:]))"
+    if not other.exists() or subprocess.run([other, "-c", probe, "torch", "deepspeed"]).returncode:
+        return None
+    return str(other)
 
 
 @pytest.mark.skipif(with_deepspeed() is None, reason="no deepspeed")

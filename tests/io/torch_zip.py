@@ -1,6 +1,7 @@
 """Files as ``torch.save`` writes them, by hand: tests need no torch, and write what it would not.
 
-Values are plain ones and NumPy arrays; an array becomes a tensor of its own storage.
+Values are plain ones and NumPy arrays; an array becomes a tensor of its own storage, one that comes
+again a tensor of the same.
 """
 
 import pathlib
@@ -33,7 +34,7 @@ def _sizes(values) -> bytes:
     return b"(" + b"".join(map(_number, values)) + b"t"
 
 
-def _opcodes(value, data: list[bytes]) -> bytes:
+def _opcodes(value, data: list[np.ndarray]) -> bytes:
     if value is None:
         return b"N"
     if isinstance(value, bool):
@@ -51,8 +52,9 @@ def _opcodes(value, data: list[bytes]) -> bytes:
         items = (_opcodes(key, data) + _opcodes(part, data) for key, part in value.items())
         return b"}(" + b"".join(items) + b"u"
     assert isinstance(value, np.ndarray)
-    key, name = str(len(data)), STORAGES[value.dtype.name]
-    data.append(value.tobytes())
+    place = next((i for i, array in enumerate(data) if array is value), len(data))
+    data[place:] = [value] if place == len(data) else data[place:]
+    key, name = str(place), STORAGES[value.dtype.name]
     strides = [s // value.itemsize for s in np.empty(value.shape, value.dtype).strides]
     storage = (
         b"(" + _text("storage") + f"ctorch\n{name}\n".encode() + _text(key) + _text("cpu")
@@ -66,9 +68,9 @@ def _opcodes(value, data: list[bytes]) -> bytes:
 
 def members(value) -> list[tuple[str, bytes]]:
     """Names and contents of the archive of a value."""
-    data: list[bytes] = []
+    data: list[np.ndarray] = []
     text = b"\x80\x02" + _opcodes(value, data) + b"."
-    stored = [(f"a/data/{i}", content) for i, content in enumerate(data)]
+    stored = [(f"a/data/{i}", array.tobytes()) for i, array in enumerate(data)]
     return [("a/data.pkl", text), ("a/byteorder", b"little"), *stored]
 
 

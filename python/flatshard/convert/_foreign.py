@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .._folders import first_of
+from .._folders import FLOATS, first_of
 from ..errors import CheckpointError
 from ._pickles import Record, Tensor, shown
 from ._sources import File, Source, numpy_dtype
@@ -20,8 +20,6 @@ from ._torch_zip import TorchFile
 
 __all__ = ["FLOATS", "Array", "Folder", "Foreign", "nearest", "unwrapped"]
 
-#: Dtypes that weights and moments may have, and how safetensors spells them.
-FLOATS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 #: Parts of a name that wrappers put in.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 

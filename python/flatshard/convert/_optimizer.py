@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ._foreign import Array, Foreign, mapping, sequence
 from ._numbers import KNOWN_KEYS, TENSORS, names_of
-from ._pickles import shown
+from ._pickles import Tensor, shown
 
 __all__ = ["MOMENTS", "group_of", "moments_of", "rule_of", "take"]
 
@@ -105,6 +105,16 @@ def take_state(
             arrays[str(key)] = array(value)
         elif value is not None:
             foreign.leave(f"{name} {shown(key)}", "a state that no optimizer here keeps")
+    places: dict[tuple[Any, ...], str] = {}
+    for key in arrays:
+        value = values[key]
+        if isinstance(value, Tensor) and value.numel:
+            other = places.setdefault((value.storage.key, value.offset), key)
+            if other != key:
+                raise CheckpointError(
+                    f"{where}: {other} and {key} of {name} are the same elements: the program that "
+                    "wrote them lost one (FSDP1 does, offloading to the CPU on a CPU)"
+                )
     if arrays:
         foreign.state[name] = arrays
 
