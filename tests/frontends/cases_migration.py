@@ -199,9 +199,18 @@ def _whole(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def _recompute(module: nn.Module, classes: tuple[str, ...]) -> None:
+    """As FSDP's users do it: each layer in a wrapper that computes it again."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
+
+    apply_activation_checkpointing(module, check_fn=lambda m: type(m).__name__ in classes)
+
+
 def train(
     world: fs.World, system: str, values: dict[str, Any], model: str = "llama", steps: int = 8,
-    micro_batches: int = 1, max_norm: float = 0.0, gather: str = "auto",
+    micro_batches: int = 1, max_norm: float = 0.0, gather: str = "auto", stage: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The same training twice; how far apart whole Parameters, norms and losses are."""
     build, batch_of, loss_of = MODELS[model]
@@ -211,8 +220,15 @@ def train(
     else:
         settings = config.fsdp(values, world_size=size)
     sharding = dataclasses.replace(settings.sharding, gather=gather)  # type: ignore[arg-type]
+    if stage is not None:
+        sharding = dataclasses.replace(sharding, stage=stage)
     settings = dataclasses.replace(settings, sharding=sharding)
     ours, theirs = build(0), build(0)
+    if settings.activation_checkpointing:
+        for module in (ours, theirs):
+            module.config.use_cache = False  # a forward that runs twice would fill it twice
+        ft.activation_checkpointing(ours, list(settings.units.classes))
+        _recompute(theirs, settings.units.classes)
     ft.fully_shard(ours, world=world, **_module_settings(settings, ours))
     settings.attach(ft.shards(ours))
     options: dict[str, Any] = {"lr": LR, "eps": EPS}
@@ -257,7 +273,7 @@ def train(
         other.step()
         if system == "deepspeed" and max_norm:
             norms[-1][1] = other.norm
-    whole = other.whole()
+    whole = {k.replace("_checkpoint_wrapped_module.", ""): v for k, v in other.whole().items()}
     mine = _whole(ours)
     names = [name for name, _ in ours.named_parameters()]
     result = {
@@ -269,6 +285,7 @@ def train(
         "losses": losses,
         "units": [unit.name for unit in ft.shards(ours).units],
         "table": fs.describe(ft.shards(ours)),
+        "state": fs.memory(ft.shards(ours)).get("state", (0, 0, 0))[1],
     }
     if system == "fsdp1":
         result["their_units"] = other.units()

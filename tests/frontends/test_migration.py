@@ -60,7 +60,15 @@ PAIRS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         {"reshard_after_forward": False, **WRAP},
         {"gather": "copy", "micro_batches": 2},
     ),
-    ("FairScale's OSS", "zero1", {"sharding_strategy": "NO_SHARD"}, {"max_norm": 0.5}),
+    (
+        "FSDP2, recomputation",
+        "fsdp2",
+        {"activation_checkpointing": True, **WRAP},
+        {"max_norm": 0.5},
+    ),
+    # OSS shards the state, ShardedDataParallel the gradients too; both leave results as they are.
+    ("FairScale's OSS", "zero1", {}, {"stage": 1, "max_norm": 0.5}),
+    ("FairScale's ShardedDataParallel", "zero1", {}, {"stage": 2, "micro_batches": 2}),
 ]
 
 
