@@ -2,6 +2,7 @@
  * committing. What a checkpoint means (which folder, which step, which names) is decided in
  * flatshard/checkpoint.py; catalogs are in py_catalog.c, whole tensors in py_export.c. */
 #include "py_catalog.h"
+#include "py_layout.h"
 
 #include "../base/arena.h"
 #include "../io/commit.h"
@@ -156,6 +157,26 @@ io_shards_snapshot(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 static PyObject *
+io_snapshot_plan(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *params, *units, *policy_tuple;
+    int size, rank, moments_n;
+    if (!PyArg_ParseTuple(args, "OOOiii:snapshot_plan", &params, &units, &policy_tuple, &size,
+                          &rank, &moments_n)) {
+        return NULL;
+    }
+    fs_layout *layout;
+    fs_policy policy;
+    if (fs_py_layout_take(params, units, policy_tuple, size, &layout, &policy) < 0) {
+        return NULL;
+    }
+    fs_ledger ledger = {0};
+    fs_status st = fs_snapshot_plan(layout, &policy, moments_n, rank, &ledger);
+    fs_layout_free(layout);
+    return st == FS_OK ? fs_py_ledger_dict(&ledger) : fs_raise(st, NULL);
+}
+
+static PyObject *
 io_snapshot_write(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *capsule;
@@ -280,6 +301,9 @@ static PyMethodDef functions[] = {
      "shards_snapshot($module, shards, folder, moments, /)\n--\n\nCollective: a copy of what this "
      "rank saves,"
      " for snapshot_write."},
+    {"snapshot_plan", io_snapshot_plan, METH_VARARGS,
+     "snapshot_plan($module, params, units, policy, size, rank, moments_n, /)\n--\n\n"
+     "As shards_plan, of a save in the background alone."},
     {"snapshot_write", io_snapshot_write, METH_VARARGS,
      "snapshot_write($module, snapshot, folder, /)\n--\n\nThis rank's file, from any thread; "
      "(nbytes, crcs)."},

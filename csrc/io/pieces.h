@@ -158,6 +158,11 @@ typedef struct fs_snapshot fs_snapshot;
 FS_NODISCARD fs_status
 fs_snapshot_open(fs_shards *shards, const char *folder, int moments_n, fs_snapshot **out);
 
+/* What fs_snapshot_open and fs_snapshot_write charge to a rank's ledger, added to plan. */
+FS_NODISCARD fs_status
+fs_snapshot_plan(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank,
+                 fs_ledger *plan);
+
 /* Local, from any one thread: this rank's file, as fs_save writes it. Once. */
 FS_NODISCARD fs_status
 fs_snapshot_write(fs_snapshot *snapshot, const char *folder, fs_blocks *out_blocks);

@@ -73,7 +73,7 @@ typedef struct item {
 } item;
 
 typedef struct save {
-    fs_shards *shards;
+    fs_shards *shards; /* NULL: only what would be written */
     item *items;
     fs_tensor_def *defs;
     char **names;
@@ -103,9 +103,8 @@ dtype_of(const fs_policy *policy, const fs_seg *seg, fs_array array)
 }
 
 static fs_status
-add_item(save *call, const fs_seg *seg, fs_array array, fs_dtype dtype)
+add_item(save *call, const fs_layout *layout, const fs_seg *seg, fs_array array, fs_dtype dtype)
 {
-    const fs_layout *layout = fs_shards_layout(call->shards);
     const char *param = layout->params[seg->param].name;
     char *name;
     size_t nbytes = strlen(param) + 64;
@@ -119,16 +118,13 @@ add_item(save *call, const fs_seg *seg, fs_array array, fs_dtype dtype)
     return FS_OK;
 }
 
-/* Lists what this rank speaks for, wider dtypes first so that everything lies aligned. */
+/* Lists what a rank speaks for, wider dtypes first so that everything lies aligned. */
 static fs_status
-list_items(save *call, int moments_n)
+list_items(save *call, const fs_layout *layout, const fs_policy *policy, int rank, int moments_n)
 {
-    fs_shards *shards = call->shards;
-    const fs_policy *policy = fs_shards_policy(shards);
-    int rank = fs_world_rank(fs_shards_world(shards));
     static const fs_array arrays[1 + FS_MOMENTS_MAX] = {FS_MASTER, FS_MOMENT1, FS_MOMENT2,
                                                         FS_MOMENT3};
-    fs_seg_range all = fs_segs(fs_shards_layout(shards), rank, -1);
+    fs_seg_range all = fs_segs(layout, rank, -1);
     call->capacity = (size_t)(all.end - all.seg) * (size_t)(1 + moments_n);
     FS_TRY(fs_calloc(call->capacity, sizeof *call->items, &call->items));
     FS_TRY(fs_calloc(call->capacity, sizeof *call->defs, &call->defs));
@@ -138,7 +134,7 @@ list_items(save *call, int moments_n)
             for (int a = 0; a <= moments_n && (a == 0 || s.seg->pos_n != FS_FROZEN); a++) {
                 fs_dtype dtype = dtype_of(policy, s.seg, arrays[a]);
                 if (fs_dtype_nbytes(dtype) == width) {
-                    FS_TRY(add_item(call, s.seg, arrays[a], dtype));
+                    FS_TRY(add_item(call, layout, s.seg, arrays[a], dtype));
                 }
             }
         }
@@ -200,7 +196,9 @@ prepare(save *call, const char *folder, int moments_n, fs_header *header, uint64
         st = FS_FAIL(FS_EINVAL, "%d moments are to be saved, the optimizer keeps %d", moments_n,
                      fs_shards_moments_n(shards));
     }
-    st = st == FS_OK ? list_items(call, moments_n) : st;
+    if (st == FS_OK) {
+        st = list_items(call, fs_shards_layout(shards), fs_shards_policy(shards), rank, moments_n);
+    }
     st = st == FS_OK ? fs_header_make(call->defs, call->n, metadata, 3, header) : st;
     FS_TRY(fs_agree(world, FS_OP_SAVE, st, header->nbytes + header->data_nbytes, nbytes));
     size_t total = 0;
@@ -255,25 +253,53 @@ struct fs_snapshot {
     fs_ledger *ledger;
 };
 
+/* Takes memory for a copy of each item; data (call->n entries) may be NULL where arena counts. */
+static fs_status
+place_items(const save *call, fs_arena *arena, unsigned char **data)
+{
+    for (size_t i = 0; i < call->n; i++) {
+        size_t nbytes = call->items[i].numel * fs_dtype_nbytes(call->defs[i].dtype);
+        unsigned char *counted;
+        FS_TRY(fs_arena_take(arena, FS_MEM_CHECKPOINT, nbytes, data != NULL ? &data[i] : &counted));
+    }
+    return FS_OK;
+}
+
 static fs_status
 copy_items(fs_snapshot *snapshot)
 {
     save *call = &snapshot->call;
-    size_t capacity = 0;
+    fs_arena counting;
+    fs_arena_init_counting(&counting, NULL, false);
+    FS_TRY(place_items(call, &counting, NULL));
     FS_TRY(fs_calloc(call->n, sizeof *snapshot->data, &snapshot->data));
+    FS_TRY(fs_arena_open(&snapshot->arena, snapshot->ledger, counting.used));
+    FS_TRY(place_items(call, &snapshot->arena, snapshot->data));
     for (size_t i = 0; i < call->n; i++) {
-        size_t nbytes = call->items[i].numel * fs_dtype_nbytes(call->defs[i].dtype);
-        FS_TRY(fs_add_size(capacity, fs_round_up(nbytes, FS_ARENA_ALIGN), &capacity));
-    }
-    FS_TRY(fs_arena_open(&snapshot->arena, snapshot->ledger, capacity));
-    for (size_t i = 0; i < call->n; i++) {
-        fs_dtype dtype = call->defs[i].dtype;
-        size_t numel = call->items[i].numel;
-        FS_TRY(fs_arena_take(&snapshot->arena, FS_MEM_CHECKPOINT, numel * fs_dtype_nbytes(dtype),
-                             &snapshot->data[i]));
-        FS_TRY(from_shards(call, i, 0, numel, snapshot->data[i], dtype));
+        FS_TRY(from_shards(call, i, 0, call->items[i].numel, snapshot->data[i],
+                           call->defs[i].dtype));
     }
     return FS_OK;
+}
+
+fs_status
+fs_snapshot_plan(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank,
+                 fs_ledger *plan)
+{
+    save call = {0};
+    fs_arena copy, buffer;
+    void *ignored;
+    fs_ledger shards = {0};
+    FS_TRY(fs_shards_plan(layout, policy, moments_n, rank, &shards)); /* checks all of them */
+    fs_arena_init_counting(&copy, plan, false);
+    fs_arena_init_counting(&buffer, plan, false);
+    fs_status st = list_items(&call, layout, policy, rank, moments_n);
+    st = st == FS_OK ? place_items(&call, &copy, NULL) : st;
+    st = st == FS_OK
+             ? fs_arena_take(&buffer, FS_MEM_CHECKPOINT, FS_WRITER_NBYTES, &ignored)
+             : st;
+    save_close(&call);
+    return st;
 }
 
 static fs_status

@@ -116,6 +116,7 @@ def plan(
     optimizer: str = "adamw",
     batch: tuple[int, int] | None = None,
     checkpointing: bool = False,
+    background: bool = False,
     budget: int | None = None,
 ) -> Plan:
     """Count the memory of a training run without allocating any of it.
@@ -137,6 +138,9 @@ def plan(
         Sequences and tokens of a micro-batch: adds what a native model's forward and backward hold.
     checkpointing : bool
         Activations are recomputed in backward (native models).
+    background : bool
+        Adds what ``checkpoint.save(background=True)`` holds until it is written: a copy of what
+        each rank saves, and its buffer.
     budget : int, bytes, optional
         Room of the host.
 
@@ -180,6 +184,7 @@ def plan(
         named=precision_name(precision),
         activations=activations,
         batch=batch,
+        background=background,
         budget=budget,
     )
 
@@ -194,6 +199,7 @@ def plan_layout(
     named: str,
     activations: Mapping[str, Any] | None = None,
     batch: tuple[int, int] | None = None,
+    background: bool = False,
     budget: int | None = None,
 ) -> Plan:
     """The plan of a layout, as `plan` makes it.
@@ -210,6 +216,8 @@ def plan_layout(
         What forward and backward hold for ``batch``.
     batch : (int, int), optional
         For the text.
+    background : bool
+        Checkpoints are saved in the background.
     budget : int, bytes, optional
         Room of the host.
     """
@@ -220,6 +228,11 @@ def plan_layout(
     for rank in range(world_size):
         rows = _core.shards_plan(*definition, policy.core(), world_size, rank, _MOMENTS[optimizer])
         charged = {name: (row[0], row[1]) for name, row in rows.items()}
+        if background:
+            copy = _core.snapshot_plan(
+                *definition, policy.core(), world_size, rank, _MOMENTS[optimizer]
+            )
+            charged = _add(charged, copy)
         ranks.append(charged if activations is None else _add(charged, activations))
     numel = sum(p.numel for p in parameters)
     what = (
@@ -228,6 +241,8 @@ def plan_layout(
     )
     if batch is not None:
         what += f", batch {batch[0]} x {batch[1]}"
+    if background:
+        what += ", saves in the background"
     made = Plan(tuple(ranks), what)
     if budget is not None and made.host_nbytes > budget:
         raise MemoryBudgetError(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import small
 
+import flatshard as fs
 from flatshard import _core, checkpoint
 from flatshard.errors import CheckpointError, WorldError
 from flatshard.job import local_world
@@ -471,3 +472,43 @@ def test_a_rank_that_ends_ends_the_save_of_the_others(tmp_path) -> None:
         local_world(2).run(body)
     assert not [name for name in os.listdir(tmp_path) if not name.startswith(".")]
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "partition", "precision", "optimizer"),
+    [
+        (1, 0, "flat", "fp32", "sgd"),
+        (2, 3, "flat", "bf16", "adamw"),
+        (3, 2, "per_parameter", "bf16-pure", "lion"),
+        (5, 0, "per_parameter", "fp32", "adamw-amsgrad"),
+        (4, 1, "flat", "bf16", "adam"),
+    ],
+)
+def test_the_copy_behind_the_training_is_in_the_plan(
+    tmp_path, size, stage, partition, precision, optimizer
+) -> None:
+    """To the byte, and nothing else of the plan changes."""
+    shapes = {"layers.0.w": (31, 7), "layers.1.w": (5,), "scale": (), "none": (0, 3)}
+    how = {"sharding": fs.Sharding(stage, partition=partition), "precision": precision}
+    plain = fs.plan(shapes, world_size=size, optimizer=optimizer, **how)
+    planned = fs.plan(shapes, world_size=size, optimizer=optimizer, background=True, **how)
+    assert "saves in the background" in planned.what
+
+    def body(world):
+        shards = shard({n: np.ones(s, np.float32) for n, s in shapes.items()}, world, **how)
+        opt = {
+            "sgd": lambda: SGD(shards, lr=0.1),
+            "adam": lambda: fs.Adam(shards, lr=0.1),
+            "adamw": lambda: AdamW(shards, lr=0.1),
+            "adamw-amsgrad": lambda: AdamW(shards, lr=0.1, amsgrad=True),
+            "lion": lambda: fs.Lion(shards, lr=0.1),
+        }[optimizer]()
+        checkpoint.save(tmp_path, shards, opt, step=1, background=True).wait()
+        return world.memory()["checkpoint"]
+
+    for rank, (private, shared, peak) in enumerate(local_world(size).run(body)):
+        assert (private, shared) == (0, 0)
+        wanted = planned.rank(rank)
+        assert peak == wanted.pop("checkpoint") > 0
+        assert wanted == {n: b for n, b in plain.rank(rank).items() if n != "checkpoint"}
+        assert plain.rank(rank)["checkpoint"] == 0
