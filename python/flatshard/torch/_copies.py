@@ -24,6 +24,7 @@ import torch
 from .._kinds import WEIGHT
 from ._absent import come_back, leave
 from ._arrays import borrow_array, torch_dtype
+from ._compat import increment_versions
 from ._copy_hooks import (
     AfterRoot,
     AfterUnit,
@@ -242,7 +243,7 @@ class Copies(Held):
         self._wholes.clear()
         parameters = [m.parameter for m in self.sharded.members]
         if self._versions:  # tells autograd that graphs of before are out of date
-            torch.autograd.graph.increment_version(parameters)
+            increment_versions(parameters)
         self._versions = [p._version for p in parameters]
 
     def changed(self, index: int) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map
 
 from .. import _core
 from ..errors import ConfigError
@@ -168,13 +169,11 @@ def install(sharded: Sharded) -> list[Any]:
 
 
 def _cast(value: Any, dtype: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_cast(v, dtype) for v in value)
-    if isinstance(value, list):
-        return [_cast(v, dtype) for v in value]
-    if isinstance(value, dict):
-        items = {k: _cast(v, dtype) for k, v in value.items()}
-        return items if type(value) is dict else type(value)(items)  # an output of transformers
-    return value
+    """Floating-point tensors anywhere in it (lists, dictionaries, outputs of transformers)."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf.to(dtype)
+        return leaf
+
+    return tree_map(one, value)

@@ -11,6 +11,7 @@ import torch
 from .._kinds import MASTER
 from . import _registry
 from ._arrays import as_array, as_tensor
+from ._compat import register_before_load
 from ._guards import Hook
 
 if TYPE_CHECKING:
@@ -258,6 +259,6 @@ def install_loading(sharded: Sharded) -> list[Any]:
     before, after = _BeforeLoad(sharded), _AfterLoad(sharded)
     handles = []
     for module in sharded.module.modules():
-        handles.append(module.register_load_state_dict_pre_hook(before))
+        handles.append(register_before_load(module, before))
         handles.append(module.register_load_state_dict_post_hook(after))
     return handles

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ._arrays import as_tensor
+from ._compat import increment_versions
 from ._held import Held
 
 __all__ = ["Views"]
@@ -102,7 +103,7 @@ class Views(Held):
     def refresh(self) -> None:
         parameters = [m.parameter for m in self.sharded.members]
         if self._versions:  # tells autograd that graphs of before are out of date
-            torch.autograd.graph.increment_version(parameters)
+            increment_versions(parameters)
         self._versions = [p._version for p in parameters]
 
     def changed(self, index: int) -> bool:
