@@ -1,5 +1,6 @@
 """The tail of a step, from gradients as backward leaves them to new weights: sum over ranks, norm,
-clipping, update of masters and moments, compute copy. One rank; options threads=2, numel=67108864.
+clipping, update of masters and moments, compute copy. One rank; options threads=2, numel=67108864,
+precision=bf16, rule=AdamW (default: all there are).
 
 Bound: our own stream kernel reads and writes the same arrays, in the same two passes, and does
 nothing with them; the better of its two ways counts. torch does the tail in four calls: cast the
@@ -189,6 +190,8 @@ def cases(settings: Settings) -> Sequence[Case]:
 
     made = []
     for precision, rule in KEPT:
+        if options.get("precision", precision) != precision or options.get("rule", rule) != rule:
+            continue
         who = [ours(f"flatshard: sum, norm, clip, {rule}", "slot", precision, rule)]
         who.append(bound(precision, rule))
         if (precision, rule) == ("bf16", "AdamW"):
@@ -205,6 +208,8 @@ def cases(settings: Settings) -> Sequence[Case]:
             f"{nbytes(precision, rule)} B each"
         )
         made.append(Case(title, who, numel / 1e6, "Mparam"))
+    if {"precision", "rule"} & set(options):
+        return made
     tiny = [
         ours(f"flatshard: {name}", what, "bf16", "AdamW")
         for name, what in (("subnormal numbers", "tiny"), ("ordinary numbers", "slot"))
