@@ -15,6 +15,7 @@ import contextlib
 import dis
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -28,6 +29,7 @@ import time
 import traceback
 import types
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +47,7 @@ from flatshard.config import (
 from flatshard.config import accelerate as read_accelerate
 from flatshard.config import deepspeed as read_deepspeed
 from flatshard.config import fsdp as read_fsdp
+from flatshard.convert import _foreign, _pickles, _torch_zip
 from flatshard.errors import CheckpointError, ConfigError
 from flatshard.models import config as model_config
 from flatshard.models.llama import define
@@ -252,6 +255,70 @@ def call_accelerate(data: bytes, folder: pathlib.Path) -> None:
     _each_way(lambda **how: read_accelerate(str(path), **how), ways, text, "")
 
 
+def _tensors_of(value: Any) -> list[_pickles.Tensor]:
+    """Tensors in what a pickle gave, a few levels down: it may refer to itself."""
+    found, level = list[_pickles.Tensor](), [value]
+    for _ in range(4):
+        inner: list[Any] = []
+        for each in level[:100]:
+            if isinstance(each, _pickles.Tensor):
+                found.append(each)
+            elif isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, (list, tuple)):
+                inner += each
+            elif isinstance(each, _pickles.Record):
+                inner += [*each.args, *each.fields.values()]
+        level = inner
+    return found
+
+
+def _lies_inside(tensor: _pickles.Tensor, nbytes: int) -> None:
+    itemsize = _pickles.DTYPES[tensor.dtype]
+    promise(len(tensor.shape) == len(tensor.stride), "a stride a dimension")
+    promise(all(n >= 0 for n in (*tensor.shape, *tensor.stride, tensor.offset)), "sizes")
+    if tensor.numel:
+        steps = zip(tensor.shape, tensor.stride, strict=True)
+        last = tensor.offset + sum((n - 1) * step for n, step in steps)
+        promise((last + 1) * itemsize <= nbytes, f"{tensor} lies in {nbytes} bytes")
+        promise(tensor.numel * itemsize <= nbytes, f"{tensor} holds no element twice for ever")
+
+
+def call_pickle(data: bytes, folder: pathlib.Path) -> None:
+    """A pickle of torch.save, whose storages have 64 bytes each."""
+    value = _pickles.load(
+        "there", data, persistent=lambda given: _pickles.storage(given, lambda key: 64)
+    )
+    plain = (type(None), bool, int, float, str, bytes, list, tuple, dict)
+    ours = (_pickles.Tensor, _pickles.Record, _pickles.Name, _pickles.Storage)
+    promise(isinstance(value, (*plain, *ours)), f"{type(value)} is plain")
+    promise(len(_pickles.shown(value)) < 1000, "fit for a message")
+    for tensor in _tensors_of(value):
+        _lies_inside(tensor, 64)
+
+
+def call_torch_zip(data: bytes, folder: pathlib.Path) -> None:
+    """A file of torch.save: its directory, its pickle, and every tensor's bytes."""
+    (folder / "x.bin").write_bytes(data)
+    with _foreign.opened(str(folder)) as place:
+        opened = _torch_zip.TorchFile(place.file("x.bin"))
+        spans = sorted((m.at, m.at + m.nbytes) for m in opened.members.values() if m.nbytes)
+        promise(all(a >= 0 and b <= len(data) for a, b in spans), "members lie in the file")
+        pairs = itertools.pairwise(spans)
+        promise(all(b <= c for (_, b), (c, _) in pairs), "members do not overlap")
+        promise(all(".." not in name for name in opened.members), "names are plain")
+        value = opened.load()
+        member = opened.members["data.pkl"]
+        text = data[member.at : member.at + member.nbytes]
+        promise(not opened.checked or zlib.crc32(text) == member.crc, "the pickle is whole")
+        for tensor in _tensors_of(value):
+            held = opened.members.get(f"data/{tensor.storage.key}")
+            _lies_inside(tensor, 0 if held is None else held.nbytes)
+            opened.check(tensor)
+            content = opened.source(tensor).read(0, tensor.numel)
+            promise(len(content) == tensor.numel * _pickles.DTYPES[tensor.dtype], "all of it")
+
+
 _FOLDERS = ("parse_json", "_no_duplicates", "_no_constants", "_Reader")
 _DS = sys.modules["flatshard.config.deepspeed"]
 _FSDP = sys.modules["flatshard.config.fsdp"]
@@ -272,6 +339,14 @@ TARGETS = {
             "weight_map", call_weight_map, (CheckpointError,), (_folders,),
             functions=(*_FOLDERS, "is_plain", "weight_map", "foreign_catalog", "first_of"),
             plant=(_folders, " or not is_plain(target):", ":"),
+        ),
+        Target(
+            "pickle", call_pickle, (CheckpointError,), (_pickles,),
+            plant=(_pickles, "if last >= room or numel > room:", "if numel > room:"),
+        ),
+        Target(
+            "torch_zip", call_torch_zip, (CheckpointError,), (_torch_zip,),
+            plant=(_torch_zip, "if self.checked and zlib.crc32(text) != member.crc:", "if False:"),
         ),
         Target(
             "config", call_config, (ConfigError, ValueError), (model_config,),
@@ -305,6 +380,8 @@ TARGETS = {
 VOCABULARY: dict[str, tuple[types.ModuleType, ...]] = {
     "index": (_folders,),
     "weight_map": (_folders,),
+    "pickle": (),
+    "torch_zip": (),
     "config": (model_config,),
     "fsdp": (_FSDP, checks),
     "deepspeed": (_DS, deepspeed_keys, zero_keys, checks),
@@ -472,8 +549,10 @@ class Mutator:
         """Bytes flipped, cut, doubled, or a word put in."""
         changed = bytearray(data)
         at = self.draw.randrange(len(changed) + 1)
-        kind = self.draw.randrange(5)
-        if kind == 0 and at < len(changed):
+        kind = self.draw.randrange(5 if self.words else 7)  # no words: no JSON, but opcodes
+        if kind > 4 and at < len(changed):
+            changed[at] = self.draw.choice(data)
+        elif kind == 0 and at < len(changed):
             changed[at] ^= 1 << self.draw.randrange(8)
         elif kind == 1:
             del changed[at : at + self.draw.randrange(1, 9)]

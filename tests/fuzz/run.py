@@ -71,7 +71,9 @@ C_TARGETS = {
         ),
     )
 }
-PYTHON_TARGETS = ("index", "weight_map", "config", "fsdp", "deepspeed", "accelerate")
+PYTHON_TARGETS = (
+    *("index", "weight_map", "pickle", "torch_zip", "config", "fsdp", "deepspeed", "accelerate"),
+)
 
 
 def make(*words: str) -> None:
