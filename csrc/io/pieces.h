@@ -114,10 +114,13 @@ FS_NODISCARD fs_status
 fs_fetch_range(fs_fetcher *fetcher, const char *name, fs_array state, size_t begin, size_t end,
                void *dst, fs_dtype dtype);
 
+/* What fs_read leaves as it is of a parameter. */
+enum { FS_SKIP_NOTHING, FS_SKIP_ALL, FS_SKIP_MOMENTS };
+
 /* What fs_read moves. */
 typedef struct fs_read_def {
     const char *const *names;   /* layout->params_n: each parameter's name in the folder */
-    const unsigned char *skip;  /* params_n: 1 = leave this parameter as it is; or NULL */
+    const unsigned char *skip;  /* params_n: FS_SKIP_* of each; or NULL */
     int moments_n;              /* 0: weights only */
 } fs_read_def;
 

@@ -205,6 +205,9 @@ want_segment(const fs_catalog *catalog, const fs_read_def *def, const fs_param *
     list->param = seg->param;
     list->array = FS_MASTER;
     FS_TRY(walk(catalog, name, FS_WEIGHT, seg->begin, seg->end, add_want, list));
+    if (def->skip != NULL && def->skip[seg->param] == FS_SKIP_MOMENTS) {
+        return FS_OK;
+    }
     for (int m = 0; m < def->moments_n && seg->pos_n != FS_FROZEN; m++) {
         list->array = (fs_array)(FS_MOMENT1 + m);
         FS_TRY(walk(catalog, name, list->array, seg->begin, seg->end, add_want, list));
@@ -234,7 +237,7 @@ list_wants(const fs_catalog *catalog, fs_shards *shards, const fs_read_def *def,
     int first = fs_world_rank(fs_shards_world(shards)) / keep * keep;
     for (int cut = first; cut < first + keep; cut++) {
         for (fs_seg_range s = fs_segs(layout, cut, -1); s.seg < s.end; s.seg++) {
-            if (def->skip == NULL || !def->skip[s.seg->param]) {
+            if (def->skip == NULL || def->skip[s.seg->param] != FS_SKIP_ALL) {
                 FS_TRY(want_segment(catalog, def, &layout->params[s.seg->param], s.seg, list));
             }
         }

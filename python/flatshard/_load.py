@@ -23,6 +23,9 @@ __all__ = ["Loaded", "load"]
 
 _log = logging.getLogger("flatshard")
 
+#: What the core leaves of a parameter: FS_SKIP_ALL, FS_SKIP_MOMENTS.
+_SKIP_ALL, _SKIP_MOMENTS = 1, 2
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -42,6 +45,9 @@ class Loaded:
     changed : tuple of str
         Parameters that play another part: trained there and frozen here or the other way round,
         tied there and not here; in words.
+    stateless : tuple of str
+        With ``strict=False`` and an optimizer: parameters that are trained here and have no state
+        there. Their moments stay as they were, zeros in a new optimizer; their steps count from 0.
     """
 
     step: int
@@ -50,6 +56,7 @@ class Loaded:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
+    stateless: tuple[str, ...] = ()
 
 
 # -- load ------------------------------------------------------------------------------------------
@@ -79,7 +86,7 @@ def load(
         "latest" takes the checkpoint with the highest serial and, where that one is damaged, falls
         back to the newest good one and says so. A number takes that step or fails.
     strict : bool
-        False allows parameters that only one side has.
+        False allows parameters that only one side has, or that only one side trains.
     weights_only : bool
         Do not restore the optimizer, nor the user data.
     cast : bool
@@ -119,14 +126,18 @@ def load(
         index = parse_index(folder, answer["text"].encode())
         missing, unexpected = _compare(index, shards, strict=strict, cast=cast)
         changed = _changed(index, shards)
+        stateless: tuple[str, ...] = ()
         state = None if weights_only else _optimizer_state(index, optimizer, cast=cast)
+        if state is not None and optimizer is not None and not strict:
+            state, stateless = _partial(index, state, optimizer.state())
         # Before anything is written: what cannot be given back must not be half loaded.
         user = None if weights_only else index.user(world.rank, world.size)
         before = None if state is None or optimizer is None else optimizer.state()
         if state is not None and optimizer is not None:
             _restore(optimizer, state, index)
         try:
-            _read(index, shards, missing, moments=0 if state is None else len(state["moments"]))
+            moments = 0 if state is None else len(state["moments"])
+            _read(index, shards, missing, stateless, moments=moments)
         except BaseException as error:
             if before is not None and optimizer is not None:
                 optimizer.restore(before)
@@ -141,7 +152,7 @@ def load(
                 _log.warning("loaded step %d from %s instead", index.step, folder)
             if changed:
                 _log.warning("%s: %s", folder, first_of(changed))
-        return Loaded(index.step, user, tuple(skipped), missing, unexpected, changed)
+        return Loaded(index.step, user, tuple(skipped), missing, unexpected, changed, stateless)
     raise CheckpointError(f"{parent}: no checkpoint can be loaded:\n  " + "\n  ".join(skipped))
 
 
@@ -282,8 +293,39 @@ def _restore(optimizer: Optimizer, state: Mapping[str, Any], index: Index) -> No
         ) from None
 
 
-def _read(index: Index, shards: Shards, missing: tuple[str, ...], *, moments: int) -> None:
-    lacking = set(missing)
+def _partial(
+    index: Index, saved: Mapping[str, Any], ours: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The saved state for the parameters that are trained here, and those it says nothing of."""
+    try:
+        steps = {name: saved["steps"].get(name, 0) for name in ours["steps"]}
+        new = [name for name in steps if name not in saved["steps"]]
+        groups = [{**g, "params": [n for n in g["params"] if n in steps]} for g in saved["groups"]]
+        for group in ours["groups"]:
+            wanted = [name for name in group["params"] if name in new]
+            same = next((g for g in groups if g["name"] == group["name"]), None)
+            if wanted and same is not None:
+                same["params"] += wanted
+            elif wanted:
+                groups.append({**group, "params": wanted})
+        frozen = [name for name in saved.get("frozen", ()) if name in steps]
+    except (TypeError, AttributeError, KeyError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{index.folder}: its optimizer state is not understood: {what}"
+        ) from None
+    return {**saved, "steps": steps, "groups": groups, "frozen": frozen}, tuple(new)
+
+
+def _read(
+    index: Index,
+    shards: Shards,
+    missing: tuple[str, ...],
+    stateless: tuple[str, ...],
+    *,
+    moments: int,
+) -> None:
     names = tuple(p.name for p in shards.parameters)
-    skip = bytes(name in lacking for name in names) if lacking else None
+    left = {**dict.fromkeys(stateless, _SKIP_MOMENTS), **dict.fromkeys(missing, _SKIP_ALL)}
+    skip = bytes(left.get(name, 0) for name in names) if left else None
     _core.catalog_read(shards._core, catalog_of(index).core, names, skip, moments)

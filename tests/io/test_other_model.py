@@ -134,6 +134,58 @@ def test_new_and_missing_parameters(tmp_path) -> None:
     local_world(2).run(load)
 
 
+def test_a_part_of_the_optimizer_is_loaded_where_only_a_part_is_there(tmp_path) -> None:
+    """New and thawed parameters begin without state, the others go on with theirs."""
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def save(world):
+        shards = small.build(world)
+        opt = small.optimizer(shards)
+        for number in (1, 2, 3):
+            small.step(shards, opt, number)
+        checkpoint.save(tmp_path, shards, opt, step=3)
+        return held(shards), opt.state()
+
+    before, state = local_world(3).run(save)[0]
+
+    def load(world):
+        params = small.values(4)
+        del params["norm.weight"]
+        params["new.weight"] = np.full((3, 2), 7, np.float32)
+        shards = fs.shard(params, world)  # layers.0.frozen is trained here
+        opt = fs.AdamW(shards, lr=0.5, no_decay=("*.scale", "new*"))
+        untouched = *small.hashes(shards), opt.state()
+        with pytest.raises(CheckpointError, match=r"it lacks new\.weight"):
+            checkpoint.load(tmp_path, shards, opt)
+        assert (*small.hashes(shards), opt.state()) == untouched
+        loaded = checkpoint.load(tmp_path, shards, opt, strict=False)
+        assert loaded.stateless == ("layers.0.frozen", "new.weight")
+        assert (loaded.missing, loaded.unexpected) == (("new.weight",), ("norm.weight",))
+        assert loaded.changed == ("layers.0.frozen is frozen there and trained here",)
+        steps = opt.state()["steps"]
+        kept = [name for name in steps if name not in loaded.stateless]
+        assert steps == {**{n: state["steps"][n] for n in kept}, "layers.0.frozen": 0,
+                         "new.weight": 0}  # fmt: skip
+        for name in kept:
+            assert (shards.full(name, "master") == before[name]).all()
+            for what in moments:
+                assert (shards.full(name, what) == before[f"{name} {what}"]).all()
+        assert (shards.full("layers.0.frozen") == before["layers.0.frozen"]).all()
+        assert (shards.full("new.weight") == 7).all()
+        for name in loaded.stateless:
+            assert not any(shards.full(name, what).any() for what in moments)
+        assert opt.lr == 0.01 and {n for g in opt.groups for n in g.params} == set(steps)
+        world.barrier()
+        for unit in reversed(shards.units):
+            unit.reduce({n: np.ones(shards.full(n).shape, np.float32) for n in unit.names})
+        assert opt.step()
+        after = opt.state()["steps"]
+        assert after == {name: count + 1 for name, count in steps.items()}
+        world.barrier()
+
+    local_world(2).run(load)
+
+
 def test_weights_alone_need_none_of_the_optimizer(tmp_path) -> None:
     """Damaged moments are no hindrance to weights_only, and are named when they are asked for."""
     shape = {"a.weight": (1024, 600)}
