@@ -163,7 +163,8 @@ def test_interrupt_while_ranks_gather() -> None:
 @pytest.mark.quick
 def test_a_handler_that_returns_does_not_end_a_wait() -> None:
     program = """
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        told = []
+        signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
         world = init(timeout=30)
         seen = []
         signal.signal(signal.SIGINT, lambda *_: seen.append(time.monotonic()))
@@ -175,8 +176,8 @@ def test_a_handler_that_returns_does_not_end_a_wait() -> None:
             assert len(seen) == 1 and seen[0] < arrived, (seen, arrived)
         else:
             say("ready")
-            sys.stdout.flush()
-            signal.sigwait([signal.SIGUSR1])
+            while not told:
+                time.sleep(0.01)
             now = time.monotonic()
             world.barrier()
             world.broadcast(now, root=1)
@@ -336,9 +337,11 @@ def test_interrupt_of_the_main_thread_while_another_waits() -> None:
                 say("interrupted")
             waiter.join()     # the wait goes on, and ends well
         else:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+            told = []
+            signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
             say("ready")
-            signal.sigwait([signal.SIGUSR1])
+            while not told:
+                time.sleep(0.01)
             world.barrier()
     """
     with Ranks(2, program) as job:
