@@ -1,8 +1,8 @@
 // sanitizers: tsan
 // flavours: threads
 /* The gradient protocol and the step with ranks that are threads: sums are exact, every policy
- * gives the same bits, ranks skip units, bring different numbers of micro-batches, and are delayed
- * at random. */
+ * gives the same bits, ranks skip units, bring different numbers of micro-batches, freeze and thaw
+ * parameters, and are delayed at random. */
 #include "check.h"
 
 #include <pthread.h>
@@ -12,9 +12,9 @@
 #include "shard/optim.h"
 #include "shard/shard.h"
 
-enum { UNITS = 5, STEPS = 6, RANKS_MAX = 5 };
+enum { UNITS = 6, STEPS = 6, RANKS_MAX = 5 };
 
-static const size_t unit_n[UNITS] = {200, 65, 1, 130, 70};
+static const size_t unit_n[UNITS] = {200, 65, 1, 130, 70, 0};
 
 typedef struct rank_args {
     fs_job *job;
@@ -32,11 +32,18 @@ baseline(void)
     return exec;
 }
 
-/* Whether rank brings unit in a round of a step: everybody most of the time, and never nobody. */
+static bool
+is_frozen(int step, int unit)
+{
+    return (step % 3 == 2 && unit == 3) || (step == 4 && unit == 0);
+}
+
+/* Whether rank brings unit in a round of a step: everybody most of the time, and never nobody, but
+ * for those that are frozen. */
 static bool
 comes(int rank, int step, int round, int unit)
 {
-    return (rank + step + round + unit) % 3 != 0 || rank == 0;
+    return !is_frozen(step, unit) && ((rank + step + round + unit) % 3 != 0 || rank == 0);
 }
 
 static int
@@ -50,7 +57,7 @@ make_layout(int size, fs_partition partition, bool slot_per_unit)
 {
     fs_param_def params[UNITS] = {0};
     fs_unit_def units[UNITS];
-    static const char *const names[UNITS] = {"u0", "u1", "u2", "u3", "u4"};
+    static const char *const names[UNITS] = {"u0", "u1", "u2", "u3", "u4", "u5"};
     for (int u = 0; u < UNITS; u++) {
         params[u] = (fs_param_def){.name = names[u], .dims_n = 1, .dims = {unit_n[u]}, .unit = u,
                                    .trainable = true};
@@ -66,10 +73,12 @@ make_layout(int size, fs_partition partition, bool slot_per_unit)
 static void
 bring_round(fs_shards *shards, const rank_args *args, int step, int round)
 {
-    float grad[256];
+    float grad[256] = {0};
     for (int i = 0; i < UNITS; i++) {
         int u = (UNITS - 1 - i + args->rank * 2) % UNITS;
         if (!comes(args->rank, step, round, u)) {
+            fs_status st = is_frozen(step, u) ? fs_grad_put(shards, u, grad, FS_F32) : FS_EINVAL;
+            CHECK(st == FS_EINVAL, "a frozen unit took a gradient");
             continue;
         }
         for (size_t e = 0; e < unit_n[u]; e++) {
@@ -97,6 +106,11 @@ run_rank(void *context)
     int group_of[UNITS] = {0};
     int64_t steps[UNITS] = {0};
     for (int step = 0; step < STEPS; step++) {
+        unsigned char frozen[UNITS];
+        for (int u = 0; u < UNITS; u++) {
+            frozen[u] = is_frozen(step, u);
+        }
+        CHECK_OK(fs_shards_freeze(shards, frozen));
         for (int round = 0; round < rounds_of(args->rank, step); round++) {
             bring_round(shards, args, step, round);
         }
