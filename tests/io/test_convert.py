@@ -1,5 +1,6 @@
 """``flatshard convert``: Hugging Face folders and files, with and without optimizer state."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -164,6 +165,25 @@ def test_the_two_groups_of_a_trainer(tmp_path) -> None:
         decay, plain = state["groups"]
         assert all("norm" in name for name in plain["params"]) and len(plain["params"]) == 3
         assert (decay["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+
+
+def test_every_file_is_closed(tmp_path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("this system does not list descriptors")
+    checkpoint.convert(LLAMA, None)
+    before = descriptors()
+    for source in (LLAMA, converted.FIXTURES / "dcp" / "nested", converted.FIXTURES / "fsdp",
+                   converted.FIXTURES / "deepspeed-3", converted.FIXTURES):  # fmt: skip
+        with contextlib.suppress(CheckpointError):
+            checkpoint.convert(source, None)
+    with contextlib.suppress(CheckpointError):
+        checkpoint.convert(
+            LLAMA / "pytorch_model.bin", None, optimizer=converted.FIXTURES / "fsdp" / "by_ids.bin"
+        )
+    assert descriptors() == before
 
 
 def test_ties_are_not_made_by_chance(tmp_path) -> None:

@@ -60,7 +60,11 @@ def folders_of(folder: Folder) -> list[str]:
         return [folder.path]
     inner = [name for name in folder.names() if _ACCELERATE.fullmatch(name)]
     paths = [os.path.join(folder.path, name) for name in inner]
-    return [path for path in paths if os.path.isfile(os.path.join(path, METADATA))]
+    return [
+        path
+        for path in paths
+        if os.path.isfile(os.path.join(path, METADATA)) and not os.path.islink(path)
+    ]
 
 
 def read(folders: Sequence[Folder], ids: Sequence[str] | None) -> Foreign:

@@ -96,6 +96,7 @@ class Folder:
         self.path = path
         self._files: dict[str, File] = {}
         self._loaded: dict[str, tuple[TorchFile, Any]] = {}
+        self._others: list[Folder] = []
 
     def names(self) -> list[str]:
         """Names in the folder."""
@@ -118,8 +119,15 @@ class Folder:
             self._loaded[name] = (opened, opened.load())
         return self._loaded[name]
 
+    def other(self, path: str) -> Folder:
+        """Another folder, closed with this one."""
+        self._others.append(Folder(path))
+        return self._others[-1]
+
     def close(self) -> None:
         """Close every file."""
+        for folder in self._others:
+            folder.close()
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -70,8 +70,8 @@ def read(
         _beside(foreign, folder, chosen)
     beside = next((n for n in OPTIMIZERS if name is None and folder.has(n)), None)
     if optimizer is not None:
-        where = Folder(os.path.dirname(os.path.abspath(optimizer)))
-        _take_optimizer(foreign, where, os.path.basename(optimizer), ids)
+        path, file_name = os.path.split(os.path.realpath(optimizer))
+        _take_optimizer(foreign, folder.other(path), file_name, ids)
     elif beside is not None:
         _take_optimizer(foreign, folder, beside, ids)
     return foreign

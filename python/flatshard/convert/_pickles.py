@@ -551,7 +551,10 @@ def load(where: str, data: bytes, *, persistent: Callable[[Any], Any] | None = N
     try:
         for _ in range(OBJECTS_MAX):
             at = machine.at
-            code = machine.number(1)
+            if at == len(data):
+                raise _Bad("ends without its end mark")
+            code = data[at]
+            machine.at = at + 1
             if code == _STOP:
                 value = machine.pop()
                 if machine.stack:
