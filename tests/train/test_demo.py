@@ -14,14 +14,14 @@ from flatshard.cli import demo
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 DEADLINE = 240.0
-#: What differs from run to run: where the survivor was when its peer died.
-SURVIVOR = re.compile(r"^ +rank \d: .*$", re.MULTILINE)
+#: What differs from run to run: where the survivor was when its peer died, and how that is said.
+REPORT = re.compile(r"PeerLost: .*?(?=\n +Last good checkpoint)", re.DOTALL)
 
 
 def shape(text: str) -> list[str]:
     """Lines without figures, the machine and the places where ranks were."""
     text = re.sub(r"^machine .*$", "machine", text, flags=re.MULTILINE)
-    text = SURVIVOR.sub("rank", text)
+    text = REPORT.sub("PeerLost", text)
     text = re.sub(r"model\.layers\.\S+", "NAME", text)
     return [re.sub(r"[\d,.]+(e-\d+)?", "#", line) for line in text.splitlines()]
 
