@@ -178,17 +178,6 @@ class DeepSpeed(Other):
             return {k: v.detach().clone() for k, v in inner.state_dict().items()}
 
 
-def _module_settings(settings: config.Settings, module: nn.Module) -> dict[str, Any]:
-    """Arguments of fully_shard, as settings say."""
-    units: Any = "auto"
-    if settings.units.by == "classes":
-        units = list(settings.units.match(type(m).__name__ for m in module.modules()))
-    asked: dict[str, Any] = {"sharding": settings.sharding, "units": units}
-    if "precision" in settings.given:
-        asked["mp_policy"] = settings.precision
-    return asked
-
-
 def _whole(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters as the optimizer moves them: masters where there are."""
     shards = ft.shards(module)
@@ -229,7 +218,7 @@ def train(
             module.config.use_cache = False  # a forward that runs twice would fill it twice
         ft.activation_checkpointing(ours, list(settings.units.classes))
         _recompute(theirs, settings.units.classes)
-    ft.fully_shard(ours, world=world, **_module_settings(settings, ours))
+    ft.fully_shard(ours, world=world, **settings.module_options(ours))
     settings.attach(ft.shards(ours))
     options: dict[str, Any] = {"lr": LR, "eps": EPS}
     rule = "AdamW"
@@ -300,7 +289,7 @@ def load_from_fsdp2(world: fs.World) -> dict[str, Any]:
     settings = config.fsdp({"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]})
     theirs = Fsdp2(build(1), settings, reshard=True)
     ours = build(2)
-    ft.fully_shard(ours, world=world, **_module_settings(settings, ours))
+    ft.fully_shard(ours, world=world, **settings.module_options(ours))
 
     def batch(seed: int) -> dict[str, torch.Tensor]:
         return rows(batch_of(seed, ROWS * world.size), ROWS * world.rank, ROWS * (world.rank + 1))
@@ -325,3 +314,34 @@ def load_from_fsdp2(world: fs.World) -> dict[str, Any]:
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
     return {"loaded": loaded, "moved": moved, "back": apart()}
+
+
+def sized(world: fs.World, least: int, ignored: str = "") -> dict[str, Any]:
+    """Names of the modules that FSDP's policy by size wraps, and of our units."""
+    import functools
+
+    from torch.distributed import fsdp
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+    ours, theirs = MODELS["t5"][0](0), MODELS["t5"][0](0)
+    values: dict[str, Any] = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": least}
+    left = [theirs.get_submodule(ignored)] if ignored else []
+    if ignored:
+        values["ignored_modules"] = [ignored]
+    chosen = config.fsdp(values).module_options(ours)["units"]
+    wrapped = fsdp.FullyShardedDataParallel(
+        theirs,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        ignored_modules=left,
+        auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=least),
+    )
+    theirs_named = {
+        name.replace("_fsdp_wrapped_module.", "").removesuffix("._fsdp_wrapped_module")
+        for name, m in wrapped.named_modules()
+        if isinstance(m, fsdp.FullyShardedDataParallel) and m is not wrapped
+    }
+    return {
+        "ours": sorted(name for name, m in ours.named_modules() if any(m is c for c in chosen)),
+        "theirs": sorted(name.removeprefix("_fsdp_wrapped_module.") for name in theirs_named),
+    }

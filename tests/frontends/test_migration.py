@@ -97,6 +97,19 @@ def test_units_are_what_fsdp_wraps(gang: Callable[[int], Gang]) -> None:
     assert "transformer_layer_cls_to_wrap" in results[0]["table"]
 
 
+@pytest.mark.parametrize("options", [{"least": n} for n in (1500, 2000, 6000, 20000)])
+def test_units_by_size_are_fsdps(gang: Callable[[int], Gang], options: dict[str, Any]) -> None:
+    """A tie counts once here; FSDP counts what is left of it on the rank, here 1,024."""
+    for result in gang(2).run("cases_migration:sized", **options):
+        assert result["ours"] == result["theirs"]
+
+
+def test_units_by_size_do_not_count_what_is_ignored(gang: Callable[[int], Gang]) -> None:
+    options = {"least": 2000, "ignored": "encoder.block.0"}
+    for result in gang(2).run("cases_migration:sized", **options):
+        assert result["ours"] == result["theirs"] and result["ours"]
+
+
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1}}
 BASE: dict[str, Any] = {

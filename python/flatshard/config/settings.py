@@ -337,6 +337,29 @@ class Settings:
                 f"{world_size} ranks"
             )
 
+    def module_options(self, module: Any) -> dict[str, Any]:
+        """Arguments of ``flatshard.torch.fully_shard``: ``fully_shard(m, **s.module_options(m))``.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            What will be sharded.
+
+        Returns
+        -------
+        dict
+            ``sharding``, ``units``, ``ignored_params``, and ``mp_policy`` where a precision was
+            given.
+
+        Raises
+        ------
+        ConfigError
+            A class or module that is named is not in the module.
+        """
+        from .modules import module_options
+
+        return module_options(self, module)
+
     def attach(self, target: Any) -> None:
         """Lets ``flatshard.describe`` show what became of each key, beside what it describes.
 

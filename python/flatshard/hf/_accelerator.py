@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..job import init
 from . import _commit, _launch, _pieces
 from ._optimizer import ShardedOptimizer
-from ._settings import compute_policy, ignored_parameters, read_accelerator, units_of
+from ._settings import compute_policy, read_accelerator
 
 __all__ = ["Accelerator"]
 
@@ -194,16 +194,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if before == asked:
                 return
             ft.unshard(model)
+        options = {**settings.module_options(model), "mp_policy": precision}
         if settings.activation_checkpointing:
-            ft.activation_checkpointing(model, units_of(settings, model))
-        ft.fully_shard(
-            model,
-            world=self.world,
-            units=units_of(settings, model),
-            sharding=settings.sharding,
-            mp_policy=precision,
-            ignored_params=ignored_parameters(settings, model),
-        )
+            ft.activation_checkpointing(model, options["units"])
+        ft.fully_shard(model, world=self.world, **options)
         if settings.keys:
             settings.attach(ft.shards(model))  # describe() then shows what became of each key
         model._flatshard_asked = asked

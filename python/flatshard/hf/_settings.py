@@ -15,7 +15,7 @@ from ..config import Settings
 from ..errors import ConfigError
 from ..policy import PRESETS, MixedPrecision, Sharding
 
-__all__ = ["compute_policy", "ignored_parameters", "read", "read_accelerator", "units_of"]
+__all__ = ["compute_policy", "read", "read_accelerator"]
 
 _FRAMEWORKS = ("fsdp", "deepspeed", "accelerate")
 _WAYS = (
@@ -127,35 +127,6 @@ def compute_policy(settings: Settings, mixed_precision: str) -> MixedPrecision |
     if mixed_precision == "bf16" and sharded:
         return PRESETS["bf16"]
     return None
-
-
-def units_of(settings: Settings, model: torch.nn.Module) -> Any:
-    """``units=`` of ``fully_shard`` for this model."""
-    by = settings.units.by
-    if by == "classes":
-        return list(settings.units.match(type(m).__name__ for m in model.modules()))
-    if by == "size":
-        floor = settings.units.min_num_params
-        return lambda m: sum(p.numel() for p in m.parameters()) >= floor
-    return [] if by == "whole" else "auto"
-
-
-def ignored_parameters(settings: Settings, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The Parameters of ``ignored_modules``."""
-    import re
-
-    asked = settings.ignored_modules
-    if not asked:
-        return []
-    if isinstance(asked, str):
-        chosen = [m for name, m in model.named_modules() if re.fullmatch(asked, name)]
-    else:
-        there = dict(model.named_modules())
-        missing = [name for name in asked if name not in there]
-        if missing:
-            raise ConfigError(f"ignored_modules: the model has no module {missing[0]!r}")
-        chosen = [there[name] for name in asked]
-    return [p for m in chosen for p in m.parameters()]
 
 
 def field_of(value: Any) -> Any:
