@@ -7,6 +7,7 @@
 #ifndef FS_CUDASIM_CUDA_RUNTIME_H
 #define FS_CUDASIM_CUDA_RUNTIME_H
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -79,6 +80,12 @@ atomicMin(unsigned long long *at, unsigned long long value)
                                                        __ATOMIC_RELAXED)) {
     }
     return old;
+}
+
+static inline int
+atomicAdd(int *at, int value)
+{
+    return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
 }
 
 // ---- runtime ------------------------------------------------------------------------------------
