@@ -176,8 +176,16 @@ take_groups(PyObject *list, Py_ssize_t *out_n)
     }
     for (Py_ssize_t g = 0; groups != NULL && g < n; g++) {
         fs_group *group = &groups[g];
+        PyObject *row = PySequence_Fast_GET_ITEM(fast, g);
         int nesterov = 0;
-        if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(fast, g), "ddddddpd", &group->lr,
+        if (!PyTuple_Check(row)) {
+            PyErr_Format(PyExc_TypeError, "groups[%zd]: expected a tuple, got %s", g,
+                         Py_TYPE(row)->tp_name);
+            PyMem_Free(groups);
+            groups = NULL;
+            break;
+        }
+        if (!PyArg_ParseTuple(row, "ddddddpd", &group->lr,
                               &group->beta1, &group->beta2, &group->eps, &group->weight_decay,
                               &group->momentum, &nesterov, &group->lr_decay)) {
             PyMem_Free(groups);

@@ -257,6 +257,11 @@ typedef bool (*fs_condition)(void *ctx);
 FS_NODISCARD fs_status
 fs_wait(fs_world *world, fs_condition condition, void *ctx, unsigned flags);
 
+/* Between the pieces of long work that waits for nobody (a file that is written): FS_ABORTED when
+ * the job is over, FS_ESTATE on Ctrl-C, which is looked for every 50 ms. Ends no job by itself. */
+FS_NODISCARD fs_status
+fs_world_pause(fs_world *world);
+
 /* Wakes ranks that sleep in fs_wait, after a shared counter moved. */
 void fs_bell(fs_world *world);
 

@@ -203,6 +203,24 @@ receive_files(int fd, int files[2])
     return true;
 }
 
+static int
+connect_to(const address *where)
+{
+    if (where->nbytes == 0) {
+        return -1;
+    }
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd >= 0) {
+        limit_silence(fd);
+        if (connect(fd, (const struct sockaddr *)&where->name, where->nbytes) == 0 &&
+            same_user(fd)) {
+            return fd;
+        }
+        (void)close(fd);
+    }
+    return -1;
+}
+
 // ---- rank 0 -------------------------------------------------------------------------------------
 
 static int
@@ -214,7 +232,9 @@ listen_at(const address *where)
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd >= 0 && (bind(fd, (const struct sockaddr *)&where->name, where->nbytes) < 0 ||
                     listen(fd, 128) < 0)) {
+        int why = errno;
         (void)close(fd);
+        errno = why;
         return -1;
     }
     return fd;
@@ -264,11 +284,62 @@ say_missing(const bool *came, int size, const fs_join *join)
 
 #define FOLDER_AFTER_NS 1000000000 /* the second address, when somebody has not come by then */
 #define POLL_MS 50
+#define NAME_WAIT_NS 2000000000 /* for a rank 0 of the same name to end */
 
 static bool
 stop_waiting(const fs_join *join)
 {
     return join->interrupted != NULL && join->interrupted(join->interrupted_ctx);
+}
+
+/* Is it a rank 0 like us that listens there? Its process; 0: nobody, or a stranger. */
+static pid_t
+find_rank_0(const address *where, const fs_join *join, const uint64_t name[2])
+{
+    hello mine = {HELLO_MAGIC, FS_JOB_LAYOUT, {name[0], name[1]}, join->size, join->rank};
+    struct ucred peer = {0};
+    socklen_t nbytes = sizeof peer;
+    reply back;
+    int fd = connect_to(where);
+    if (fd < 0) {
+        return 0;
+    }
+    bool known = send_all(fd, &mine, sizeof mine) && receive_all(fd, &back, sizeof back) &&
+                 back.magic == HELLO_MAGIC &&
+                 getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &nbytes) == 0;
+    (void)close(fd);
+    return known ? peer.pid : 0;
+}
+
+/* The address of this job, *out_fd -1 when a stranger has taken it. A rank 0 of the same name that
+ * is about to end (the job before this one) is waited for; one that stays is another job, whose
+ * ranks would be mixed with ours. */
+static fs_status
+take_name(const address *where, const fs_join *join, const uint64_t name[2], int *out_fd)
+{
+    int64_t end = fs_now_ns() + NAME_WAIT_NS;
+    for (;;) {
+        *out_fd = listen_at(where);
+        if (*out_fd >= 0 || errno != EADDRINUSE) {
+            return FS_OK;
+        }
+        pid_t pid = find_rank_0(where, join, name);
+        if (pid == 0) {
+            return FS_OK;
+        }
+        if (fs_now_ns() > end) {
+            errno = EADDRINUSE;
+            return FS_FAIL_ERRNO(
+                "another job of this user begins under the same name (job %s): its rank 0 is "
+                "process %lld. Give each job an address and port (MASTER_ADDR, MASTER_PORT) or run "
+                "id of its own",
+                join->name, (long long)pid);
+        }
+        if (stop_waiting(join)) {
+            return FS_FAIL(FS_ABORTED, "interrupted while waiting for the other ranks");
+        }
+        (void)poll(NULL, 0, POLL_MS);
+    }
 }
 
 /* Hands the descriptors to every other rank. */
@@ -278,7 +349,8 @@ fs_rendezvous_serve(const fs_job *job, const fs_join *join, bool *came)
     uint64_t name[2];
     hash_name(join->name, name);
     address first = abstract_address(name), second = folder_address(join->folder, name);
-    int listeners[2] = {listen_at(&first), -1};
+    int listeners[2] = {-1, -1};
+    FS_TRY(take_name(&first, join, name, &listeners[0]));
     bool tried_folder = false;
     int64_t start = fs_now_ns();
     fs_status st = FS_OK;
@@ -327,24 +399,6 @@ fs_rendezvous_serve(const fs_job *job, const fs_join *join, bool *came)
 }
 
 // ---- the others ---------------------------------------------------------------------------------
-
-static int
-connect_to(const address *where)
-{
-    if (where->nbytes == 0) {
-        return -1;
-    }
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (fd >= 0) {
-        limit_silence(fd);
-        if (connect(fd, (const struct sockaddr *)&where->name, where->nbytes) == 0 &&
-            same_user(fd)) {
-            return fd;
-        }
-        (void)close(fd);
-    }
-    return -1;
-}
 
 /* Says who this is, and takes what comes back. FS_OK with job->data_fd still -1: not now. */
 static fs_status

@@ -239,6 +239,7 @@ struct fs_world {
     bool in_hooks;
     fs_interrupted interrupted;
     void *interrupted_ctx;
+    int64_t pause_at; /* when fs_world_pause asks it again */
 
     /* Windows: two halves of a block of world memory for each rank, see collect.c. */
     fs_region *windows;

@@ -419,3 +419,18 @@ fs_wait(fs_world *world, fs_condition condition, void *ctx, unsigned flags)
     fs_log_wait_end(world, &wait);
     return st;
 }
+
+fs_status
+fs_world_pause(fs_world *world)
+{
+    FS_TRY(fs_world_usable(world));
+    int64_t now = fs_now_ns();
+    if (world->interrupted == NULL || now < world->pause_at) {
+        return FS_OK;
+    }
+    world->pause_at = now + (int64_t)FS_INTERRUPT_SLICES * FS_WAIT_SLICE_NS;
+    if (world->interrupted(world->interrupted_ctx)) {
+        return FS_FAIL(FS_ESTATE, "rank %d was interrupted", world->ranks[world->rank]);
+    }
+    return FS_OK;
+}

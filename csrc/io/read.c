@@ -264,6 +264,9 @@ read_wants(const fs_catalog *catalog, fs_shards *shards, const wants *list, bool
         for (size_t begin = item->begin; begin < item->end && st == FS_OK; begin += step) {
             const void *from = NULL;
             size_t end = fs_min_size(item->end, begin + step);
+            if (!store) { /* nothing is changed yet: Ctrl-C may end it */
+                FS_TRY_GOTO(fs_world_pause(fs_shards_world(shards)), st, done);
+            }
             st = fs_fetch(&fetcher, item->piece, begin, end, &from);
             if (st == FS_OK && store) {
                 st = fs_store(shards, item->param, item->array, begin, end, from,
@@ -271,6 +274,7 @@ read_wants(const fs_catalog *catalog, fs_shards *shards, const wants *list, bool
             }
         }
     }
+done:
     fs_fetcher_close(&fetcher);
     return st;
 }

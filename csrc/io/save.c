@@ -147,6 +147,7 @@ from_shards(void *ctx, size_t index, size_t begin, size_t end, void *dst, fs_dty
 {
     const save *call = ctx;
     const item *it = &call->items[index];
+    FS_TRY(fs_world_pause(fs_shards_world(call->shards)));
     return fs_load(call->shards, it->seg->param, it->array, it->seg->begin + begin,
                    it->seg->begin + end, dst, dtype);
 }

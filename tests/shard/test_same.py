@@ -147,3 +147,25 @@ def test_native_models_are_compared():
 
     for message in fs.local_world(2).run(rank):
         assert "gate_proj.weight', is (48, 24), not (40, 24)" in message, message
+
+
+def test_what_shapes_do_not_show_is_compared_too():
+    """A seed of its own, or another epsilon, on one rank: another model, of the same shapes."""
+
+    def rank(world):
+        config = {
+            "model_type": "llama", "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2,
+            "intermediate_size": 40, "num_attention_heads": 4, "rms_norm_eps": 1e-6,
+        }  # fmt: skip
+        said = []
+        for changed, seed in ((config, world.rank), ({**config, "rms_norm_eps": 1e-5}, 0)):
+            mine = changed if world.rank else config
+            with pytest.raises(fs.CollectiveMismatch) as raised:
+                fs.models.Llama.from_config(mine, world=world, seed=seed)
+            said.append(str(raised.value))
+        fs.models.Llama.from_config(config, world=world, seed=5).close()
+        return said
+
+    for seeds, epsilons in fs.local_world(2).run(rank):
+        assert seeds.endswith("rank 1: seed is 1, not 0"), seeds
+        assert epsilons.endswith("rank 1: rms_norm_eps is 1e-05, not 1e-06"), epsilons

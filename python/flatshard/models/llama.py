@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 import os
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from .. import _core, blas
 from .._layout import Group, Parameter, core_definition, take_groups
+from .._same import check_same
 from .._shards import Shards
 from ..policy import Policy, Precision, Sharding, resolve
 from .config import LlamaConfig, load_config
@@ -176,6 +178,8 @@ class Llama:
         self.shards = Shards(world, parameters=parameters, units=units, policy=policy, groups=taken)
         self.params = sum(p.numel for p in parameters)
         try:
+            # What shapes do not show: a rank with another epsilon would compute another model.
+            check_same(world, "configuration", dataclasses.asdict(config))
             self._core = _core.Llama(self.shards._core, config.core(), checkpointing)
         except BaseException:
             self.shards.close()
@@ -239,6 +243,8 @@ class Llama:
             allocated, as all errors about arguments.
         ValueError
             A size out of range; a pattern that matches nothing.
+        CollectiveMismatch
+            Ranks differ in the configuration, the seed, or anything that shards are compared by.
         MemoryBudgetError
             It would not fit on the host.
         """
@@ -255,6 +261,7 @@ class Llama:
             groups=groups,
         )
         try:
+            check_same(world, "initial weights", {"seed": seed})
             model._core.init(seed, loaded.initializer_range)
         except BaseException:
             model.close()
