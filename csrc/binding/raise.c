@@ -31,6 +31,22 @@ raise_ours(const char *name, const char *text)
     Py_XDECREF(type);
 }
 
+/* The same, of a WorldError: whose rank it is about, -1: nobody's in particular. */
+static void
+raise_about(const char *name, const char *text, int rank)
+{
+    raise_ours(name, text);
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *number = rank >= 0 ? PyLong_FromLong(rank) : Py_NewRef(Py_None);
+    if (value == NULL || number == NULL || PyObject_SetAttrString(value, "rank", number) < 0) {
+        PyErr_Clear(); /* the text says it too */
+    }
+    Py_XDECREF(number);
+    PyErr_Restore(type, value, traceback);
+}
+
 /* Through the package's log, and on stderr whatever that does. */
 static void
 tell(int rank, const char *report)
@@ -70,7 +86,7 @@ raise_cause(fs_job *job, int rank, int threads)
     if (!threads && fs_job_tell_once(job)) {
         tell(rank, report);
     }
-    raise_ours(names[cause.kind], report);
+    raise_about(names[cause.kind], report, cause.rank);
 }
 
 PyObject *

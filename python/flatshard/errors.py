@@ -20,7 +20,16 @@ class FlatshardError(Exception):
 
 
 class WorldError(FlatshardError):
-    """The job of this world is over for every rank: close the world and build a new one."""
+    """The job of this world is over for every rank: close the world and build a new one.
+
+    Attributes
+    ----------
+    rank : int or None
+        The rank that was lost, late or different, counted in the whole job; None: none in
+        particular.
+    """
+
+    rank: int | None = None
 
 
 class PeerLost(WorldError, ConnectionError):

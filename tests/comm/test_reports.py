@@ -41,6 +41,7 @@ TRAIN = """
             step(1)
     except errors.WorldError as error:
         say(f"caught {type(error).__name__}: {error}")
+        assert error.rank == 1
         sys.exit(7)
     say("no error")
 """
@@ -179,6 +180,7 @@ def test_why_a_rank_is_gone(script: pathlib.Path, how: str, said: str) -> None:
             world.all_reduce(1)
         except errors.PeerLost as error:
             say(f"caught {{error}}")
+            assert error.rank == 1
             sys.exit(7)
     """
     with Ranks(3, program, path=script) as job:
@@ -310,6 +312,32 @@ def test_a_signal_that_the_program_takes_later_is_its_own(script: pathlib.Path) 
 
 
 @pytest.mark.quick
+def test_a_rank_that_blocks_the_signal(script: pathlib.Path) -> None:
+    """It does not answer, which is said; the question that it finds later does it no harm."""
+    program = """
+        world = init(timeout=50)
+        world.barrier()
+        try:
+            with world.limit(timeout=0.5):
+                if world.rank == 1:
+                    signal.pthread_sigmask(signal.SIG_BLOCK, range(54, 64))
+                    time.sleep(1.5)
+                world.barrier()
+        except errors.CollectiveTimeout as error:
+            say(f"caught {error}")
+        world.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, range(54, 64))
+        time.sleep(0)
+        say("alive")
+    """
+    with Ranks(2, program, path=script) as job:
+        first, second = job.all_well()
+        assert "it was asked where it is now and does not answer" in first, first
+        assert f"last in barrier, at {script}:" in first and "now at" not in first, first
+        assert "alive" in second
+
+
+@pytest.mark.quick
 def test_none_and_a_wrong_signal(script: pathlib.Path) -> None:
     program = "\ncounted = []\nworld = init(timeout=50)\nworld.barrier()\n" + textwrap.dedent(ASKED)
     with Ranks(2, program, path=script, FLATSHARD_REPORT_SIGNAL="0") as job:
@@ -340,6 +368,12 @@ def test_faulthandler_stays_the_programs() -> None:
             world = init(timeout=50)
             world.barrier()
             assert faulthandler.is_enabled()
+            with tempfile.TemporaryFile("w+") as late:  # as pytest does for tests that hang
+                faulthandler.dump_traceback_later(0.05, file=late)
+                time.sleep(0.5)
+                faulthandler.cancel_dump_traceback_later()
+                late.seek(0)
+                assert "Timeout" in late.read()
             signal.raise_signal(54)
             assert dumped(signal.SIGUSR1)
             child = os.fork()
