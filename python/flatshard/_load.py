@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import _core
@@ -123,7 +124,8 @@ def load(
         if "damage" in answer:
             skipped.append(answer["damage"])
             continue
-        index = parse_index(folder, answer["text"].encode())
+        there = parse_index(folder, answer["text"].encode())
+        index, names = _as_here(there, shards)
         missing, unexpected = _compare(index, shards, strict=strict, cast=cast)
         changed = _changed(index, shards)
         stateless: tuple[str, ...] = ()
@@ -137,7 +139,7 @@ def load(
             _restore(optimizer, state, index)
         try:
             moments = 0 if state is None else len(state["moments"])
-            _read(index, shards, missing, stateless, moments=moments)
+            _read(there, names, shards, missing, stateless, moments=moments)
         except BaseException as error:
             if before is not None and optimizer is not None:
                 optimizer.restore(before)
@@ -198,6 +200,43 @@ def _read_text(folder: str) -> dict[str, str]:
     except (OSError, CheckpointError) as error:
         return {"damage": str(error)}
     return {"text": text.decode()}
+
+
+def _as_here(index: Index, shards: Shards) -> tuple[Index, tuple[str, ...]]:
+    """The index with the first name that a tie has here, and what each parameter is called there.
+
+    A tie is saved under its first name, which a model built in another order does not share.
+    """
+    ours = {p.name for p in shards.parameters}
+    saved = {n: p for p in index.parameters for n in (p.tied_name, p.name) if n is not None}
+    firsts = {p.name for p in index.parameters}
+    renamed: dict[str, str] = {}
+    for p in shards.parameters:
+        other = saved.get(p.name) or (saved.get(p.tied_name) if p.tied_name is not None else None)
+        if p.name not in firsts and other is not None and other.name not in ours:
+            renamed.setdefault(other.name, p.name)
+    if not renamed:
+        return index, tuple(p.name for p in shards.parameters)
+
+    def here(name: Any) -> Any:
+        return renamed.get(name, name) if isinstance(name, str) else name
+
+    parameters = tuple(
+        replace(p, name=renamed[p.name], tied_name=p.name) if p.name in renamed else p
+        for p in index.parameters
+    )
+    state = index.optimizer
+    if state is not None:
+        with contextlib.suppress(TypeError, AttributeError, KeyError):  # _restore will say so
+            state = {
+                **state,
+                "steps": {here(name): n for name, n in state["steps"].items()},
+                "groups": [{**g, "params": [*map(here, g["params"])]} for g in state["groups"]],
+                "frozen": [*map(here, state.get("frozen", ()))],
+            }
+    there = {new: old for old, new in renamed.items()}
+    names = tuple(there.get(p.name, p.name) for p in shards.parameters)
+    return replace(index, parameters=parameters, optimizer=state), names
 
 
 def _compare(
@@ -319,6 +358,7 @@ def _partial(
 
 def _read(
     index: Index,
+    there: tuple[str, ...],
     shards: Shards,
     missing: tuple[str, ...],
     stateless: tuple[str, ...],
@@ -328,4 +368,4 @@ def _read(
     names = tuple(p.name for p in shards.parameters)
     left = {**dict.fromkeys(stateless, _SKIP_MOMENTS), **dict.fromkeys(missing, _SKIP_ALL)}
     skip = bytes(left.get(name, 0) for name in names) if left else None
-    _core.catalog_read(shards._core, catalog_of(index).core, names, skip, moments)
+    _core.catalog_read(shards._core, catalog_of(index).core, there, skip, moments)

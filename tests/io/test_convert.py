@@ -186,6 +186,21 @@ def test_every_file_is_closed(tmp_path) -> None:
     assert descriptors() == before
 
 
+def test_a_tie_is_loaded_under_either_name(tmp_path) -> None:
+    """Saved as embed and head, loaded by a model that meets head first; state and steps too."""
+    checkpoint.convert(LLAMA / "pytorch_model.bin", tmp_path, optimizer=LLAMA / "optimizer.pt")
+    truth = converted.truth_of(LLAMA)
+    alias, name = TIE
+    turned = {alias if n == name else n: arrays for n, arrays in truth.items()}
+    loaded, state = converted.loads(tmp_path, turned, ties=[(name, alias)], steps=3)
+    assert loaded.missing == loaded.unexpected == loaded.changed == ()
+    assert alias in state["steps"] and name not in state["steps"]
+    assert alias in state["groups"][0]["params"]
+    # Untied here, under the second name alone: the values are its own from now on.
+    loaded, state = converted.loads(tmp_path, turned, steps=3)
+    assert loaded.changed and alias in state["steps"]
+
+
 def test_ties_are_not_made_by_chance(tmp_path) -> None:
     """Equal constants, and equal vectors, stay parameters of their own."""
     same = np.arange(6, dtype=np.float32).reshape(2, 3)
