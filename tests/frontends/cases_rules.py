@@ -149,6 +149,74 @@ def writes(world: fs.World) -> None:
         world.barrier()
 
 
+def unseen_writes(world: fs.World) -> None:
+    """Writes that no version counter sees, found by checksums where that is asked for."""
+    os.environ["FLATSHARD_WATCH_WRITES"] = "1"
+    try:
+        module, optimizer = make(world)
+    finally:
+        del os.environ["FLATSHARD_WATCH_WRITES"]
+    assert one_step(world, module, optimizer).applied
+    batch = mine(world, 1)
+    loss = mlp_loss(module, batch)
+    world.barrier()
+    if world.is_main:
+        module.layers[0].weight.data.mul_(0.5)  # type: ignore[index, union-attr]
+    world.barrier()
+    with raises(RuntimeError, r"layers\.0\.weight", r"parameter\.data", "full_params"):
+        module(batch["x"])
+    del loss
+
+
+def threads(world: fs.World) -> None:
+    """Ranks that are threads: the bits of ranks that are processes."""
+
+    def train(ranks: fs.World) -> str:
+        module, optimizer = make(ranks, seed=ranks.rank)
+        for step in range(3):
+            mlp_loss(module, mine(ranks, step)).backward()
+            ft.clip_grad_norm_(module, 0.1)
+            assert optimizer.step().applied
+        return fs.weights_sha256(ft.shards(module))
+
+    found = {train(world), *fs.local_world(world.size).run(train)}
+    assert len(found) == 1
+
+
+def crowded(world: fs.World) -> None:
+    """More ranks than cores, and a world of one, are said once."""
+    import logging
+
+    from flatshard.torch import _guards
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    class Many:
+        size, rank, _core = 4096, 0, world._core
+
+    class One:
+        size, rank, _core = 1, 0, world._core
+
+    texts: list[str] = []
+    handler = Said()
+    logging.getLogger("flatshard").addHandler(handler)
+    initialized = torch.distributed.is_initialized
+    torch.distributed.is_initialized = lambda: False
+    _guards._said.clear()
+    try:
+        for stand_in in (Many, Many, One, One):
+            _guards.check_worlds(stand_in())  # type: ignore[arg-type]
+    finally:
+        torch.distributed.is_initialized = initialized
+        logging.getLogger("flatshard").removeHandler(handler)
+    if world.is_main:
+        assert len(texts) == 2
+        assert "4096 ranks on" in texts[0] and "cores" in texts[0]
+        assert "one process" in texts[1] and "flatshard launch" in texts[1]
+
+
 def moved(world: fs.World) -> None:
     """.to(dtype) and other replacements of the memory."""
     for change in (lambda m: m.to(torch.float64), lambda m: m.half(), lambda m: m.bfloat16()):

@@ -7,6 +7,10 @@ own: tensors cut from one storage would be taken for ties by savers.
 
 from __future__ import annotations
 
+import os
+import zlib
+
+import numpy as np
 import torch
 
 from ._arrays import as_tensor
@@ -35,6 +39,8 @@ class Views(Held):
         self._pointers = [view.data_ptr() for view in self._views]
         self._trainable = [m.parameter.requires_grad for m in self.sharded.members]
         self._versions: list[int] = []
+        self._watches = os.environ.get("FLATSHARD_WATCH_WRITES", "") == "1"
+        self._sums: list[int] = []
         self.refresh()
 
     def detach(self) -> None:
@@ -59,6 +65,8 @@ class Views(Held):
             for holder, attribute in member.places:
                 if holder._parameters.get(attribute) is not parameter:
                     raise RuntimeError(self._replaced(where, f"Parameter {member.name}"))
+        if self._watches:
+            self._check_sums(where)
         for holder, attribute, child in self.sharded.links:
             if holder._modules.get(attribute) is not child:
                 what = f"the submodule {attribute} of a {type(holder).__name__}"
@@ -105,6 +113,27 @@ class Views(Held):
         if self._versions:  # tells autograd that graphs of before are out of date
             increment_versions(parameters)
         self._versions = [p._version for p in parameters]
+        if self._watches:
+            self._sums = self._own_sums()
+
+    def _own_sums(self) -> list[int]:
+        """Checksums of what this rank speaks for, a pass over it."""
+        shards = self.sharded.shards
+        return [
+            zlib.crc32(memoryview(shards.local(p.name)[0].view(np.uint8)))
+            for p in shards.parameters
+        ]
+
+    def _check_sums(self, where: str) -> None:
+        for member, before, now in zip(
+            self.sharded.members, self._sums, self._own_sums(), strict=True
+        ):
+            if before != now:
+                raise RuntimeError(
+                    f"{self._head(where)}: Parameter {member.name} was written by this rank or "
+                    "another since the last step, past every counter of torch (parameter.data, a "
+                    f"NumPy view); {_CURE}"
+                )
 
     def changed(self, index: int) -> bool:
         return bool(self.sharded.members[index].parameter._version != self._versions[index])
