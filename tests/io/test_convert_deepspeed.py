@@ -7,6 +7,7 @@ import converted
 import ml_dtypes
 import numpy as np
 import pytest
+import torch_zip
 
 import flatshard as fs
 from flatshard import _folders, checkpoint
@@ -133,6 +134,81 @@ def test_versions_that_do_not_say_where_a_parameter_lies() -> None:
         more = {**shapes[0], "other": (30,)}
         with pytest.raises(CheckpointError, match="the layout of this version is not known"):
             _deepspeed._in_order(files, 0, more, [rank[0] for rank in buffers])
+
+
+def write_fp16(folder, params, *, ranks, elastic) -> dict[str, dict[str, np.ndarray]]:
+    """A ZeRO-2 folder of an fp16 run as older versions write it: no slice mappings, step counts by
+    group, a dynamic loss scale; ``elastic``: states as a list. Its truth."""
+    rng = np.random.default_rng(1)
+    truth = {
+        name: {k: rng.standard_normal(shape).astype(np.float32) ** 2
+               for k in ("weight", "exp_avg", "exp_avg_sq")}
+        for name, shape in params.items()
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    inner = folder / "global_step7"
+    inner.mkdir()
+    (folder / "latest").write_text("global_step7\n")
+    torch_zip.write(inner / "mp_rank_00_model_states.pt", {
+        "module": {n: t["weight"].astype(np.float16) for n, t in truth.items()},
+        "buffer_names": [], "param_shapes": [params], "global_steps": 7, "dp_world_size": ranks,
+        "ds_config": {"optimizer": {"type": "Adam"}},
+    })  # fmt: skip
+    flat = {
+        k: np.concatenate([t[k].reshape(-1) for t in truth.values()])
+        for k in ("weight", "exp_avg", "exp_avg_sq")
+    }
+    numel = flat["weight"].size
+    part = -(-numel // (2 * ranks)) * 2
+    for rank in range(ranks):
+        mine = {k: np.zeros(part, np.float32) for k in flat}
+        for k, whole in flat.items():
+            piece = whole[rank * part : (rank + 1) * part]
+            mine[k][: piece.size] = piece
+        state = {k: v for k, v in mine.items() if k != "weight"}
+        base = {"state": {0: state}, "param_groups": [
+            {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0, "step": 7,
+             "params": [0]}]}  # fmt: skip
+        scaler = torch_zip.Made(
+            "deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler", cur_scale=1024.0,
+            cur_iter=9, last_overflow_iter=1, scale_window=100, cur_hysteresis=2, dynamic=True,
+        )  # fmt: skip
+        torch_zip.write(inner / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", {
+            "optimizer_state_dict": {
+                "zero_stage": 2, "loss_scaler": scaler,
+                "base_optimizer_state": [{**state, "step": 7}] if elastic else base,
+                "single_partition_of_fp32_groups": [mine["weight"]],
+            }})  # fmt: skip
+    return truth
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("numel", [5, 13, 14, 15])
+def test_an_fp16_run_of_an_older_version(tmp_path, numel, elastic) -> None:
+    """Every remainder of elements over ranks; masters, moments, and the loss scale."""
+    params = {"a": (3, 2), "b": (numel,), "c": (1,)}
+    truth = write_fp16(tmp_path / "source", params, ranks=3, elastic=elastic)
+    report = checkpoint.convert(tmp_path / "source", tmp_path / "run")
+    assert (report.step, report.rule, report.dtypes) == (7, "AdamW", ("float32",))
+    assert ("no learning rate is told" in str(report)) == elastic
+
+    def body(world):
+        zeros = {name: np.zeros(shape, np.float32) for name, shape in params.items()}
+        shards = fs.shard(zeros, world, precision="fp16")
+        opt = fs.AdamW(shards, lr=1.0)
+        checkpoint.load(tmp_path / "run", shards, opt)
+        for name, arrays in truth.items():
+            assert shards.full(name, "master").tobytes() == arrays["weight"].tobytes()
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert shards.full(name, key).tobytes() == arrays[key].tobytes()
+        world.barrier()
+        return opt.state()
+
+    state = fs.local_world(2).run(body)[0]
+    assert set(state["steps"].values()) == {7}
+    assert state["scaler"] == {"scale": 1024.0, "clean": 7, "patience": 2}
+    (group,) = state["groups"]
+    assert elastic or (group["lr"], group["betas"], group["eps"]) == (0.1, [0.9, 0.95], 1e-6)
 
 
 def copy(tmp_path, stage: int):

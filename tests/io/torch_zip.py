@@ -18,6 +18,15 @@ STORAGES = {
     "bfloat16": "BFloat16Storage",
     "int64": "LongStorage",
 }
+
+
+class Made:
+    """An object of a class that is only named, with these attributes."""
+
+    def __init__(self, module: str, name: str, **fields: object) -> None:
+        self.module, self.name, self.fields = module, name, fields
+
+
 ORDERED = b"ccollections\nOrderedDict\n)R"
 
 
@@ -48,6 +57,9 @@ def _opcodes(value, data: list[np.ndarray]) -> bytes:
     if isinstance(value, (list, tuple)):
         inner = b"".join(_opcodes(part, data) for part in value)
         return b"](" + inner + b"e" if isinstance(value, list) else b"(" + inner + b"t"
+    if isinstance(value, Made):
+        named = f"c{value.module}\n{value.name}\n".encode()
+        return named + b")\x81" + _opcodes(value.fields, data) + b"b"
     if isinstance(value, dict):
         items = (_opcodes(key, data) + _opcodes(part, data) for key, part in value.items())
         return b"}(" + b"".join(items) + b"u"

@@ -309,6 +309,8 @@ def _optimizer(
     """The optimizer's part of an index, as Optimizer.state() gives it."""
     trained = [p.name for p in parameters if p.trainable]
     groups = foreign.groups or [{"params": trained}]
+    if any("lr" not in group for group in groups):
+        foreign.notes.append("no learning rate is told: groups have lr 0 until one is set")
     decays = [group.get("weight_decay", 0.0) for group in groups]
     made, used = [], set()
     for group, decay in zip(groups, decays, strict=True):
