@@ -17,6 +17,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 
@@ -82,10 +83,22 @@ def make(*words: str) -> None:
 
 def run_c(target: CTarget, program: pathlib.Path, seconds: float, found: str) -> bool:
     """Was nothing found?"""
-    new, scratch = BUILD / "new" / (target.name + found), BUILD / "scratch"
-    for folder in (new, scratch):  # what a program that was ended left there
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+    new = BUILD / "new" / (target.name + found)
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk would be the limit
+    with tempfile.TemporaryDirectory(prefix="fs-fuzz-", dir=memory) as scratch:
+        return _run_c(target, program, seconds, found, new, scratch)
+
+
+def _run_c(
+    target: CTarget,
+    program: pathlib.Path,
+    seconds: float,
+    found: str,
+    new: pathlib.Path,
+    scratch: str,
+) -> bool:
     words = [str(program), f"-max_total_time={round(seconds)}", f"-max_len={NBYTES_MAX // 4}"]
     words += [f"-artifact_prefix={BUILD}/found{found}-{target.name}-", "-timeout=10", "-seed=1"]
     words += ["-rss_limit_mb=2048", "-verbosity=0", "-print_final_stats=1"]
@@ -97,7 +110,7 @@ def run_c(target: CTarget, program: pathlib.Path, seconds: float, found: str) ->
         env={
             **os.environ,
             "LLVM_PROFILE_FILE": str(BUILD / f"{target.name}{found}.profraw"),
-            "TMPDIR": str(scratch),
+            "TMPDIR": scratch,
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
