@@ -103,7 +103,7 @@ OPERATIONS = {
     "published": ("publishing of the weights",),
     "split": ("split",),
     "alloc": ("allocation of world memory",),
-    "save": ("save",),
+    "save": ("save", "all_gather"),
     "idle": ("barrier",),
 }
 

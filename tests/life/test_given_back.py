@@ -157,7 +157,7 @@ import itertools
 from flatshard.job import init
 names = ("world", "model", "opt", "shards", "unit", "view", "part")
 for how in ("del", "close", "cycle"):
-    for order in itertools.islice(itertools.permutations(names), int(sys.argv[1]), None, 337):
+    for order in itertools.islice(itertools.permutations(names), int(sys.argv[1]), None, 997):
         held_by = {}
         held_by["world"] = world = init()
         held_by["model"] = model = llama(world)
