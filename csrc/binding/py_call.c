@@ -24,6 +24,15 @@ fs_py_set_package_folder(PyObject *module)
     Py_XDECREF(file);
 }
 
+/* Python's own lines between a with statement and one of our context managers. */
+static bool
+is_contextlib(const char *file)
+{
+    static const char name[] = "/contextlib.py";
+    size_t n = strlen(file);
+    return n >= sizeof name - 1 && strcmp(file + n - (sizeof name - 1), name) == 0;
+}
+
 /* The innermost line that is not flatshard's own. */
 void
 fs_py_note_caller(fs_world *world)
@@ -35,7 +44,9 @@ fs_py_note_caller(fs_world *world)
         PyFrameObject *back = NULL;
         if (file == NULL) {
             PyErr_Clear();
-        } else if (package_folder_n != 0 && strncmp(file, package_folder, package_folder_n) == 0) {
+        } else if ((package_folder_n != 0 &&
+                    strncmp(file, package_folder, package_folder_n) == 0) ||
+                   is_contextlib(file)) {
             back = PyFrame_GetBack(frame);
         } else {
             fs_world_note_line(world, file, PyFrame_GetLineNumber(frame));

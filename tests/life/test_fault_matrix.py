@@ -45,6 +45,7 @@ def check_seen(case: Case, seen: dict, pid: int) -> None:
     if case.point in ("gather", "reduce") and case.fault in ("kill", "stop", "exception", "exit"):
         line = next(x for x in text.splitlines() if x.startswith(f"  rank {case.victim}: "))
         assert re.search(r", unit [abc]\b", line), f"the victim's unit: {line}"
+        assert "faults.py:" in line and "contextlib" not in line, f"the script's line: {line}"
     if case.fault == "stop":
         assert "stopped (SIGSTOP)" in text, text
 
