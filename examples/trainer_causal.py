@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 2 examples/trainer_causal.py --fsdp true \\
         --fsdp_config examples/data/fsdp.json
     flatshard launch -n 2 examples/trainer_causal.py --deepspeed examples/data/ds_config_zero3.json
+    accelerate launch --config_file examples/data/accelerate_fsdp.yaml examples/trainer_causal.py
 
 The script is a stock one but for the import of ``Trainer`` and ``TrainingArguments``; the options
-are those of ``TrainingArguments``. Both files give the same weights, bit for bit. The text is that
+are those of ``TrainingArguments``. All give the same weights, bit for bit. The text is that
 of the sentence pairs beside it, as bytes.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,86 @@ def ranks(folder: Path) -> Any:
         "reduced": accelerator.reduce(torch.tensor([1.0 + rank]), "mean").tolist(),
         "padded": accelerator.gather(padded).tolist(),
     }
+
+
+@case
+def no_sync_by_hand(folder: Path) -> Any:
+    """no_sync and trigger_sync_in_backward, at a stage that keeps gradients local and one that
+    does not, against DDP."""
+
+    def run(accelerator: Any) -> Any:
+        model = accelerator.prepare(small.bert())
+        optimizer = torch.optim.SGD(accelerator.unwrap_model(model).parameters(), lr=0.1)
+        optimizer = accelerator.prepare(optimizer)
+        one, two = (small.batch_of(small.classified(4, seed=s + accelerator.process_index))
+                    for s in (10, 20))  # fmt: skip
+        with accelerator.no_sync(model):
+            first = model(**one).loss
+            second = model(**two).loss
+            accelerator.backward(first)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(second)
+        optimizer.step()
+        return small.weights(accelerator.unwrap_model(model))
+
+    stock = run(fresh(stock_accelerator))
+    return [small.apart(run(fresh(hf.Accelerator, flatshard=stage)), stock) for stage in (1, 3)]
+
+
+@case
+def two_models(folder: Path) -> Any:
+    """A generator and a critic, each with an optimizer."""
+
+    def run(accelerator: Any) -> Any:
+        torch.manual_seed(4)
+        models = [torch.nn.Linear(6, 6), torch.nn.Linear(6, 1)]
+        optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in models]
+        one, two, first, second = accelerator.prepare(*models, *optimizers)
+        g = torch.Generator().manual_seed(accelerator.process_index)
+        for _ in range(3):
+            noise, real = torch.randn(4, 6, generator=g), torch.randn(4, 6, generator=g)
+            critic = two(one(noise).detach()).mean() - two(real).mean()
+            accelerator.backward(critic)
+            second.step()
+            second.zero_grad()
+            accelerator.backward(-two(one(noise)).mean())
+            first.step()
+            first.zero_grad()
+            second.zero_grad()
+        return [small.weights(accelerator.unwrap_model(m)) for m in (one, two)]
+
+    stock = run(fresh(stock_accelerator))
+    ours = run(fresh(hf.Accelerator))
+    return [small.apart(mine, theirs) for mine, theirs in zip(ours, stock, strict=True)]
+
+
+@case
+def whole_model_is_saved(folder: Path) -> Any:
+    """accelerator.save_model: every tensor, in a file that stock opens."""
+    found = {}
+    for gather in ("view", "copy"):
+        accelerator = fresh(hf.Accelerator, flatshard={"sharding": {"gather": gather}})
+        model = accelerator.prepare(small.bert())
+        where = folder / f"saved-{gather}"
+        accelerator.save_model(model, where)
+        accelerator.wait_for_everyone()
+        from safetensors.torch import load_file
+
+        saved = load_file(where / "model.safetensors")
+        wanted = small.bert().state_dict()
+        found[gather] = saved.keys() == wanted.keys() and all(
+            torch.equal(saved[n], wanted[n]) for n in saved
+        )
+    return found
+
+
+@case
+def late_rank(folder: Path) -> Any:
+    """What gloo would wait for in silence is reported, with the line the late rank is at."""
+    accelerator = fresh(hf.Accelerator)
+    if accelerator.process_index == 1:
+        time.sleep(2.5)  # the late line
+    return accelerator.gather(torch.tensor([1])).tolist()
 
 
 @case

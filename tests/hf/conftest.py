@@ -14,7 +14,7 @@ import pytest
 import flatshard
 
 HERE = Path(__file__).resolve().parent
-DEADLINE = 240.0
+DEADLINE = 280.0
 
 
 def run(words: list[str], folder: Path, **variables: str) -> str:
@@ -36,28 +36,48 @@ def run(words: list[str], folder: Path, **variables: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What each case gave: a list by rank, or of one where it ran alone."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of both jobs: what two ranks saved, one resumes from."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    folder = tmp_path_factory.mktemp("hf")
-    path = os.pathsep.join([str(Path(flatshard.__file__).parent.parent), str(HERE)])
-    script = str(HERE / "job.py")
-    launch = ["-m", "flatshard.cli", "launch", "-n", "2"]
-    run([*launch, script, str(folder)], folder, PYTHONPATH=path)
-    run([script, str(folder), "--alone"], folder, PYTHONPATH=path)
+    return tmp_path_factory.mktemp("hf")
+
+
+PATH = os.pathsep.join([str(Path(flatshard.__file__).parent.parent), str(HERE)])
+
+
+@pytest.fixture(scope="session")
+def job(folder: Path) -> dict[str, list[Any]]:
+    """What each case gave on two ranks: a list by rank."""
+    launch = ["-m", "flatshard.cli", "launch", "-n", "2", str(HERE / "job.py"), str(folder)]
+    run(launch, folder, PYTHONPATH=PATH, FLATSHARD_REPORT_AFTER="1")
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    found = {name: [rank[name] for rank in ranks] for name in ranks[0]}
-    alone = json.loads((folder / "alone-0.json").read_text())
-    return {**found, **{name: [value] for name, value in alone.items()}}
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+@pytest.fixture(scope="session")
+def alone(folder: Path, job: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """What each case gave in a world of one, after the others."""
+    run([str(HERE / "job.py"), str(folder), "--alone"], folder, PYTHONPATH=PATH)
+    found = json.loads((folder / "alone-0.json").read_text())
+    return {name: [value] for name, value in found.items()}
+
+
+def result(results: list[Any]) -> Any:
+    """Rank 0's result. Every rank must have one, and none may have raised."""
+    for rank, one in enumerate(results):
+        if isinstance(one["found"], dict) and "raised" in one["found"]:
+            pytest.fail(f"rank {rank}: {one['found']['where']}")
+    return results[0]["found"]
 
 
 @pytest.fixture
 def found(job: dict[str, list[Any]], request: pytest.FixtureRequest) -> Any:
-    """Of the case that the test is named after: rank 0's result. Every rank must have one, and
-    none may have raised."""
-    results = [one["found"] for one in job[request.node.name.removeprefix("test_")]]
-    for rank, result in enumerate(results):
-        if isinstance(result, dict) and "raised" in result:
-            pytest.fail(f"rank {rank}: {result['where']}")
-    return results[0]
+    """Of the case on two ranks that the test is named after."""
+    return result(job[request.node.name.removeprefix("test_")])
+
+
+@pytest.fixture
+def found_alone(alone: dict[str, list[Any]], request: pytest.FixtureRequest) -> Any:
+    """Of the case in a world of one that the test is named after."""
+    return result(alone[request.node.name.removeprefix("test_")])

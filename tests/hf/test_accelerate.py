@@ -92,5 +92,23 @@ def test_ranks(job: Any) -> None:
         }
 
 
+def test_no_sync_by_hand(found: Any) -> None:
+    assert max(found) < 1e-6
+
+
+def test_two_models(found: Any) -> None:
+    assert max(found) < 1e-6
+
+
+def test_whole_model_is_saved(found: Any) -> None:
+    assert found == {"view": True, "copy": True}
+
+
+def test_late_rank(found: Any, job: Any) -> None:
+    assert found == [1, 1]
+    log = "\n".join(job["late_rank"][0]["log"])
+    assert "rank 1" in log and "accelerate_cases.py" in log
+
+
 def test_evaluated_on_one_rank(found: Any) -> None:
     assert found["loss"] > 0

@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LAUNCH = ["-W", "ignore", "-m", "flatshard.cli", "launch", "-n", "2"]
 TORCHRUN = ["-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2",
             "--standalone"]  # fmt: skip
+ACCELERATE = ["-W", "ignore", "-m", "accelerate.commands.launch"]
 ACCURACY = re.compile(r"accuracy ([\d.]+) of (\d+) pairs, majority ([\d.]+)")
 
 
@@ -46,14 +47,15 @@ CAUSAL = ["--output_dir", "out", "--max_steps", "4", "--learning_rate", "1e-2", 
           "--layers", "2", "--length", "32", "--per_device_eval_batch_size", "256"]  # fmt: skip
 
 
-def test_the_trainer_under_two_files(tmp_path: Path) -> None:
-    """FSDP's and DeepSpeed's, and two launchers: the same bits."""
+def test_the_trainer_under_three_files(tmp_path: Path) -> None:
+    """FSDP's, DeepSpeed's and Accelerate's, each under another launcher: the same bits."""
     script = str(EXAMPLES / "trainer_causal.py")
     data = EXAMPLES / "data"
     digests, lines = set(), set()
     for words, more in (
         (LAUNCH, ["--fsdp", "true", "--fsdp_config", str(data / "fsdp.json")]),
         (TORCHRUN, ["--deepspeed", str(data / "ds_config_zero3.json")]),
+        ([*ACCELERATE, "--config_file", str(data / "accelerate_fsdp.yaml")], []),
     ):
         out = run([*words, script, *CAUSAL, *more], tmp_path)
         lines.add(re.findall(r"^4 steps: loss [\d.]+  held-out [\d.]+$", out, re.MULTILINE)[0])

@@ -184,19 +184,26 @@ def test_damaged(found: Any) -> None:
     assert found["newest"] == 2
 
 
-def test_resume_alone(found: Any, job: Any) -> None:
+def test_resume_alone(found_alone: Any, job: Any) -> None:
     """One rank goes on where two stopped, with the same samples in each step."""
+    found = found_alone
     two = job["for_another_world"][0]["found"]["loss"]
     assert found["loss"] == pytest.approx(two, rel=1e-5)
     assert found["apart"] < 1e-4  # Adam: noise of rounding in small gradients
 
 
-def test_fsdp_alone(found: Any) -> None:
-    assert found["apart"] < CLOSE
+def test_fsdp_alone(found_alone: Any) -> None:
+    assert found_alone["apart"] < CLOSE
 
 
-def test_auto_batch(found: Any) -> None:
-    assert found == {"steps": 4, "batch": 2}
+def test_threads(found_alone: Any) -> None:
+    assert len(found_alone) == 2
+    for text in found_alone.values():
+        assert text.startswith("RuntimeError") and "flatshard launch" in text
+
+
+def test_auto_batch(found_alone: Any) -> None:
+    assert found_alone == {"steps": 4, "batch": 2}
 
 
 def test_auto_batch_of_two(job: Any) -> None:
@@ -214,6 +221,19 @@ def test_predict(found: Any) -> None:
 def test_replaced(found: Any) -> None:
     assert found["one"] == found["two"] == {"fsdp": {"reshard_after_forward": False}}
     assert found["fsdp"] == [None, None] and found["json"]
+
+
+def test_forms(found: Any, job: Any) -> None:
+    assert found == {
+        "words": [3, True],
+        "list": [3, False],
+        "true": [3, True],
+        "json": [2, True],
+        "off": [3, True],
+        "sharded_ddp": [2, True],
+        "command line": {"stage": 2},
+    }
+    assert any("fsdp_config is ignored" in line for line in job["forms"][0]["log"])
 
 
 def test_model_init(found: Any) -> None:
@@ -253,6 +273,14 @@ def test_bf16_resume(found: Any) -> None:
 def test_fp16(found: Any) -> None:
     assert found["dtypes"] == ["torch.float16"] and found["scale"] > 1
     assert found["loss"][-1] < found["loss"][0]
+
+
+def test_fp16_resume(found: Any) -> None:
+    assert found["same"]
+    assert found["scale"] == [32768.0, 32768.0]
+    whole, again = found["rate"]
+    assert whole == again
+    assert whole[2] == whole[3], "the schedule waited for the skipped step"
 
 
 def test_fp8(job: Any) -> None:

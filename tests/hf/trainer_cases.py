@@ -14,6 +14,7 @@ import small
 import torch
 import transformers
 
+import flatshard as fs
 import flatshard.torch as ft
 from flatshard import hf
 
@@ -501,6 +502,21 @@ def fsdp_alone(folder: Path) -> Any:
 
 
 @alone
+def threads(folder: Path) -> Any:
+    """Ranks that are threads: Accelerate's state is the process's."""
+    found = {}
+    for name, call in {
+        "Accelerator": lambda _: hf.Accelerator(),
+        "TrainingArguments": lambda _: arguments(folder),
+    }.items():
+        try:
+            fs.local_world(2).run(call)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@alone
 def auto_batch(folder: Path) -> Any:
     """Memory runs out at the first size; the second trains."""
 
@@ -548,6 +564,30 @@ def replaced(folder: Path) -> Any:
     copy = dataclasses.replace(args, learning_rate=0.5)
     return {"one": args.flatshard, "two": copy.flatshard, "fsdp": [args.fsdp, copy.fsdp],
             "json": "reshard_after_forward" in args.to_json_string()}  # fmt: skip
+
+
+@case
+def forms(folder: Path) -> Any:
+    """The ways in which a command line and older scripts say it."""
+    found: dict[str, Any] = {}
+    for name, changes in {
+        "words": {"fsdp": "full_shard auto_wrap"},
+        "list": {"fsdp": ["shard_grad_op"]},
+        "true": {"fsdp": "true"},
+        "json": {"flatshard": '{"stage": 2}'},
+        "off": {"fsdp_config": {"reshard_after_forward": False}},
+        "sharded_ddp": {"sharded_ddp": True},
+    }.items():
+        args = arguments(folder, **changes)
+        trainer = made(hf.Trainer, args, small.sequences(4), model=small.llama())
+        sharding = trainer.accelerator.flatshard.sharding
+        found[name] = [sharding.stage, sharding.reshard_after_forward]
+    parser = transformers.HfArgumentParser(hf.Seq2SeqTrainingArguments)
+    (args,) = parser.parse_args_into_dataclasses(
+        ["--output_dir", str(folder), "--sharded_ddp", "--report_to", "none"]
+    )
+    found["command line"] = args.flatshard
+    return found
 
 
 @case
@@ -669,6 +709,31 @@ def fp16(folder: Path) -> Any:
         "rate": history(trainer, "learning_rate"),
         "scale": ft._adopt.binding_of(trainer.optimizer.optimizer, "test").engine.loss_scale,
         "dtypes": sorted({str(p.dtype) for p in trainer.model.parameters()}),
+    }
+
+
+@case
+def fp16_resume(folder: Path) -> Any:
+    """Masters and the loss scale come back."""
+    where = folder / "fp16"
+    rows = small.sequences(40)
+    changes = {"fp16": True, "learning_rate": 1e-3}
+
+    class Planted(hf.Trainer):
+        """The third step overflows, so the scale is not the first one."""
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * 1e9 if self.model.training and self.state.global_step == 2 else loss
+
+    one = trained(Planted, small.llama(), resumable(where, **changes), rows)
+    again = made(Planted, resumable(where, **changes), rows, model=small.llama(seed=7))
+    again.train(resume_from_checkpoint=str(where / "out" / "checkpoint-4"))
+    masters = [ft.state_dict(t.model, dtype="master") for t in (one, again)]
+    return {
+        "same": small.digest(masters[0]) == small.digest(masters[1]),
+        "scale": [t.optimizer.optimizer._flatshard.engine.loss_scale for t in (one, again)],
+        "rate": [history(one, "learning_rate"), history(again, "learning_rate")],
     }
 
 

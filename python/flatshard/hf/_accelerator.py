@@ -177,7 +177,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             # It has its place; to("cpu:0"), as Accelerate says it, would copy it away.
             device_placement = False
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
-        if self.mixed_precision == "fp16" and not self.native_amp:
+        if precision is not None and precision.param == "float16" and not self.native_amp:
             # Losses in fp16 would overflow under the loss scale.
             inner._original_forward = inner.forward
             inner.forward = convert_outputs_to_fp32(inner.forward)
@@ -245,7 +245,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """``loss.backward()``, divided by the accumulation steps, and scaled under fp16."""
         loss = loss / self.gradient_accumulation_steps
-        if self.mixed_precision != "fp16":
+        precision = compute_policy(self.flatshard, self.mixed_precision)
+        if precision is None or precision.loss_scale is None:
             loss.backward(**kwargs)
             return
         if len(self._optimizers) != 1:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from ..errors import ConfigError
+from ..job import _of_thread
 
 __all__ = [
     "asked_by_environment",
@@ -50,15 +50,12 @@ def force_cpu() -> bool:
 
 def check_thread() -> None:
     """Refuses ranks that are threads: Accelerate keeps its state once per process."""
-    if threading.current_thread() is not threading.main_thread():
-        from ..job import _of_thread
-
-        if getattr(_of_thread, "world", None) is not None:
-            raise RuntimeError(
-                "flatshard.hf inside local_world(): Accelerate and transformers hold their state "
-                "once per process, so ranks cannot be threads; start processes with "
-                "'flatshard launch -n N script.py'"
-            )
+    if getattr(_of_thread, "world", None) is not None:
+        raise RuntimeError(
+            "flatshard.hf inside local_world(): Accelerate and transformers hold their state once "
+            "per process, so ranks cannot be threads; start processes with "
+            "'flatshard launch -n N script.py'"
+        )
 
 
 def check_world_size(seen: int, what: str) -> None:

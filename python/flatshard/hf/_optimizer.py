@@ -34,6 +34,35 @@ class ShardedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         #: Of the last step.
         self.result: StepResult | None = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, with the loss scale where there is one: what GradScaler is elsewhere."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        scaler = self._scaler()
+        if scaler is not None:
+            state["loss_scale"] = scaler.state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave, or a state of the same class of torch. Collective.
+
+        Parameters
+        ----------
+        state_dict : dict
+            Equal on every rank.
+        """
+        if "loss_scale" in state_dict:
+            self.optimizer._flatshard.bind("load_state_dict")
+        self.optimizer.load_state_dict(state_dict)
+        scaler = self._scaler()
+        if scaler is not None and "loss_scale" in state_dict:
+            scaler.restore(state_dict["loss_scale"])
+            self.optimizer._flatshard.sharded.shards._core.set_loss_scale(scaler.core)
+
+    def _scaler(self) -> Any:
+        binding = self.optimizer._flatshard
+        scaler = None if binding.engine is None else binding.engine._scaler
+        return scaler if scaler is not None and scaler.policy is not None else None
+
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult | None:
         """The step, unless gradients are still being accumulated. Collective.
 

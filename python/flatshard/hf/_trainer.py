@@ -250,14 +250,16 @@ class TrainerMixin(_Host):  # type: ignore[misc]
             return None  # the module's own tensors are whole, and ties are ties
         return state_dict(model)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """As in transformers. ``True`` resumes from the newest checkpoint that is whole.
 
         Parameters
         ----------
         resume_from_checkpoint : str or bool, optional
             A folder, or True.
-        **kwargs
+        *args, **kwargs
             As in transformers.
 
         Raises
@@ -272,7 +274,7 @@ class TrainerMixin(_Host):  # type: ignore[misc]
             )
         elif resume_from_checkpoint:
             _commit.check(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in transformers: whole weights. Within checkpoints of SHARDED_STATE_DICT each rank
