@@ -1,4 +1,4 @@
-"""Cases of the Accelerator; see job.py. Each is judged in test_accelerate.py."""
+"""Cases of the Accelerator; see job.py. Each is judged in test_hf_accelerate.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import small
+import hf_small as small
 import torch
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup

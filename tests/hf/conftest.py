@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_spawn import run
 
 import flatshard
 
 HERE = Path(__file__).resolve().parent
-DEADLINE = 280.0
-
-
-def run(words: list[str], folder: Path, **variables: str) -> str:
-    """Runs Python with these words; its output."""
-    package = str(Path(flatshard.__file__).parent.parent)
-    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, **offline, "PYTHONPATH": package, **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="session")

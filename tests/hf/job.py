@@ -1,4 +1,4 @@
-"""One rank of the job that tests/hf/test_job.py starts: runs cases, writes what they gave.
+"""One rank of the job that tests/hf/conftest.py starts: runs cases, writes what they gave.
 
     flatshard launch -n 2 tests/hf/job.py FOLDER       # imports take most of the time: one job
     python tests/hf/job.py FOLDER --alone              # the cases of a world of one

@@ -1,4 +1,4 @@
-"""Cases of the Trainer; see job.py. Each is judged in test_trainer.py."""
+"""Cases of the Trainer; see job.py. Each is judged in test_hf_trainer.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import small
+import hf_small as small
 import torch
 import transformers
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .. import config
 from ..config import Settings
 from ..errors import ConfigError

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import run
+from hf_spawn import run
 
 pytestmark = pytest.mark.torch
 
