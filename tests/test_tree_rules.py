@@ -249,6 +249,16 @@ def test_files_hold_one_topic() -> None:
     assert not long, f"longer than {LONGEST} lines: {long}"
 
 
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them by name, from folders that are no packages."""
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.name != "conftest.py":
+            places.setdefault(path.name, []).append(name(path))
+    twice = [where for where in places.values() if len(where) > 1]
+    assert not twice, f"the same name in two folders: {twice}"
+
+
 # ---- Python -------------------------------------------------------------------------------------
 
 REQUIRED = {"numpy", "ml_dtypes", "safetensors", "scipy_openblas32", "tqdm"}
