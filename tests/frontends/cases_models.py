@@ -140,6 +140,60 @@ def odd_uses(world: fs.World) -> None:
         assert module.norm.running_mean.dtype is torch.float32
 
 
+def shapes(world: fs.World) -> None:
+    """Strided Parameters and gradients, a convolution in another memory format, one element, an
+    empty Parameter last, a unit with fewer elements than ranks, one with nothing to train."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+            self.across = nn.Parameter(torch.randn(5, 4).T)
+            self.one = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(5, 1)])
+            self.fixed = nn.Linear(4, 4).requires_grad_(False)
+            self.empty = nn.Parameter(torch.empty(0, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.fixed(self.conv(x).mean((2, 3))) @ self.across
+            out: torch.Tensor = self.one[0](self.one[1](y)) + self.empty.sum()
+            return out
+
+    pictures = torch.randn(2 * world.size, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    pictures = pictures.to(memory_format=torch.channels_last)
+    for partition in ("flat", "per_parameter"):
+        module, alone = Odd(), Odd()
+        sharding = fs.Sharding(partition=partition)  # type: ignore[arg-type]
+        ft.fully_shard(module, world=world, sharding=sharding)
+        optimizer = ft.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        other = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(3):
+            module(pictures[2 * world.rank : 2 * world.rank + 2]).square().mean().backward()
+            alone(pictures).square().mean().backward()
+            assert optimizer.step().applied
+            other.step()
+            other.zero_grad()
+        close(module.parameters(), alone.parameters(), within=1e-6)
+
+
+def inductor(world: fs.World) -> None:
+    """Compiled to machine code: close to what runs uncompiled."""
+    import torch._dynamo
+
+    module = ft.fully_shard(mlp(0), world=world)
+    optimizer = ft.SGD(module.parameters(), lr=0.1)
+    reference = ft.fully_shard(mlp(0), world=world)
+    other = ft.SGD(reference.parameters(), lr=0.1)
+    torch._dynamo.reset()
+    fast = torch.compile(module, fullgraph=True)
+    for step in range(3):
+        batch = mine(world, step)
+        nn.functional.mse_loss(fast(batch["x"]), batch["y"]).backward()
+        mlp_loss(reference, batch).backward()
+        assert optimizer.step().applied and other.step().applied
+    close(module.parameters(), reference.parameters(), within=1e-5)
+
+
 def bf16_outputs(world: fs.World) -> None:
     """Outputs of transformers keep their class when they are cast; buffers stay as they are."""
     from torch.distributed.fsdp import MixedPrecisionPolicy

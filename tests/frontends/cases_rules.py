@@ -344,6 +344,11 @@ def handles(world: fs.World) -> None:
             weight.grad.add_(torch.ones(33, 17))
         expected = alone.layers[0].weight.grad  # type: ignore[index, union-attr]
         assert abs(weight.grad.norm().item() / expected.norm().item() - 1) < 1e-6
+        part = nn.utils.clip_grad_norm_(module.layers[0].parameters(), float("inf"))  # type: ignore[index, union-attr]
+        expected = nn.utils.clip_grad_norm_(alone.layers[0].parameters(), float("inf"))  # type: ignore[index, union-attr]
+        assert abs(part.item() / expected.item() - 1) < 1e-6
+        with raises(ValueError, "layers.2.weight|scale", "torch.nn.utils"):
+            ft.clip_grad_norm_(module.layers[0].parameters(), 1.0)  # type: ignore[index, union-attr]
         norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         reference = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
         assert abs(norm.item() / reference.item() - 1) < 1e-6

@@ -11,12 +11,26 @@ from gang import Gang
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-CASES = ["recomputed", "adapters", "odd_uses", "bf16_outputs", "local_steps", "launched_wrong"]
+CASES = [
+    "recomputed",
+    "adapters",
+    "odd_uses",
+    "bf16_outputs",
+    "local_steps",
+    "launched_wrong",
+    "shapes",
+]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_model(gang: Callable[[int], Gang], case: str) -> None:
     gang(2).run(f"cases_models:{case}")
+
+
+@pytest.mark.full
+def test_inductor(gang: Callable[[int], Gang]) -> None:
+    """Takes a C++ compiler, and its time."""
+    gang(2).run("cases_models:inductor")
 
 
 def test_native_model(gang: Callable[[int], Gang], tmp_path: pathlib.Path) -> None:
