@@ -94,6 +94,16 @@ def test_accelerate_keeps_model_and_optimizer_apart(tmp_path) -> None:
     converted.loads(tmp_path / "run", converted.truth_of(DCP), ties=TIE)
 
 
+def test_metadata_without_paths(tmp_path) -> None:
+    """Older versions, and other planners, tell flat names alone."""
+    source = tmp_path / "source"
+    shutil.copytree(DCP / "nested", source)
+    change(source, lambda fields: fields.update(planner_data=None))
+    report = checkpoint.convert(source, tmp_path / "run")
+    assert report.ties == TIE and report.parameters == 5
+    converted.loads(tmp_path / "run", converted.truth_of(DCP), ties=TIE)
+
+
 # -- metadata that lies ----------------------------------------------------------------------------
 
 

@@ -257,7 +257,10 @@ def _sort_out(
             state.setdefault(flat[2], {})[flat[3]] = _value(foreign, entry)
         elif group is not None and (group[1] or _is_optimizer(path)):
             roots.add((*path[:-1], *((group[1],) if group[1] else ())))
-            single.setdefault(group[2], {})[group[3]] = _value(foreign, entry)
+            if group[2].isdigit() and len(group[2]) < 6:  # a place in a list
+                groups.setdefault(int(group[2]), {})[group[3]] = _value(foreign, entry)
+            else:
+                single.setdefault(group[2], {})[group[3]] = _value(foreign, entry)
         else:
             others.append(entry)
     if len(roots) > 1:
@@ -299,6 +302,15 @@ def _value(foreign: Foreign, entry: _Entry) -> Any:
     return _archive(entry, next(iter(entry.places.values())))[1]
 
 
+def _prefix(held: dict[str, _Entry], names: set[str]) -> str:
+    """What stands before the optimizer's names in those of a state dict; "" where nothing does."""
+    if not names or names <= set(held):
+        return ""
+    first = min(names)
+    found = [name[: -len(first)] for name in held if name.endswith(f".{first}")]
+    return next((p for p in found if all(p + name in held for name in names)), "")
+
+
 def _weights_of(entries: list[_Entry], trained: set[Any]) -> tuple[dict[str, _Entry], list[_Entry]]:
     """The state dict of the model among what is no optimizer's, and the rest."""
     boxes: dict[tuple[Any, ...], dict[str, _Entry]] = {}
@@ -309,6 +321,12 @@ def _weights_of(entries: list[_Entry], trained: set[Any]) -> tuple[dict[str, _En
         else:
             rest.append(entry)
     names = {name for name in trained if type(name) is str}
+    for path, held in list(boxes.items()):
+        prefix = _prefix(held, names)
+        if prefix:  # no paths are told: "model." is part of each name
+            inside = {n.removeprefix(prefix): e for n, e in held.items() if n.startswith(prefix)}
+            boxes[path] = {n: e for n, e in held.items() if not n.startswith(prefix)}
+            boxes[path + (prefix,)] = inside
 
     def rank(item: tuple[tuple[Any, ...], dict[str, _Entry]]) -> tuple[bool, bool, int]:
         path, held = item
