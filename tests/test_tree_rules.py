@@ -217,6 +217,14 @@ def test_headers_stand_alone_and_are_guarded(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+def test_names_of_test_modules_are_one_each() -> None:
+    """Folders of tests are no packages: two modules of one name cannot be imported together."""
+    paths = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
+    names = [path.name for path in paths if "fixtures" not in path.parts]
+    twice = sorted({each for each in names if names.count(each) > 1})
+    assert not twice, twice
+
+
 COLUMNS = 100
 
 

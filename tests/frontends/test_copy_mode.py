@@ -36,8 +36,8 @@ def _name(value: Any) -> str:
 
 @pytest.mark.parametrize(("size", "options"), CASES, ids=_name)
 def test_bits_and_memory(gang: Callable[[int], Gang], size: int, options: dict[str, Any]) -> None:
-    copies = gang(size).run("cases_copies:bits", gather="copy", **options)
-    views = gang(size).run("cases_copies:bits", gather="view", **options)
+    copies = gang(size).run("cases_copy_mode:bits", gather="copy", **options)
+    views = gang(size).run("cases_copy_mode:bits", gather="view", **options)
     for copied, viewed in zip(copies, views, strict=True):
         assert copied["sha"] == viewed["sha"] == views[0]["sha"]
         assert copied["loss"] == viewed["loss"]
@@ -51,7 +51,7 @@ def test_bits_and_memory(gang: Callable[[int], Gang], size: int, options: dict[s
 
 
 def test_touching_outside_raises(gang: Callable[[int], Gang]) -> None:
-    for said in gang(2).run("cases_copies:touched_outside"):
+    for said in gang(2).run("cases_copy_mode:touched_outside"):
         assert all(said), said
         assert all("layers.0.weight" in text for text in (said[0], said[4])), said
         assert all("sharded and not gathered" in text for text in said[:5]), said
@@ -59,12 +59,12 @@ def test_touching_outside_raises(gang: Callable[[int], Gang]) -> None:
 
 
 def test_unusual_calls(gang: Callable[[int], Gang]) -> None:
-    for differences in gang(2).run("cases_copies:calls"):
+    for differences in gang(2).run("cases_copy_mode:calls"):
         assert max(differences.values()) < 1e-6, differences
 
 
 def test_whole_weights(gang: Callable[[int], Gang], tmp_path: pathlib.Path) -> None:
-    gang(2).run("cases_copies:whole", folder=str(tmp_path))
+    gang(2).run("cases_copy_mode:whole", folder=str(tmp_path))
 
 
 # Those that read no Parameter outside of forward.
@@ -74,4 +74,4 @@ RULES = ["aliases", "bad_loads", "stale_graph", "sparse", "nothing_published", "
 
 @pytest.mark.parametrize("case", RULES)
 def test_rule(gang: Callable[[int], Gang], case: str) -> None:
-    gang(2).run("cases_copies:rule", which=case)
+    gang(2).run("cases_copy_mode:rule", which=case)

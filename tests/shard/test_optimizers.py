@@ -141,11 +141,11 @@ def units(got, want, floor):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_hundred_steps(rule, rng):
-    """Weights within 66 fp32 ulp of float64 (of max(|w|, 0.5)): each step rounds the weight once,
-    by half an ulp, and the moments it is made of a little. Moments within 32 (of max(|m|, 0.25); of a
-    momentum buffer, which adds up ten gradients, of max(|m|, 1)): a beta near 1 that is rounded to
-    fp32 moves a mean by half an ulp / (1 - beta), here 10, and each step rounds once more, of which
-    the last 1 / (1 - beta) count."""
+    """Weights within 66 fp32 ulp of float64 (of max(|w|, 0.5)): each step rounds the weight
+    once, by half an ulp, and the moments it is made of a little. Moments within 32 (of max(|m|,
+    0.25); of a momentum buffer, which adds up ten gradients, of max(|m|, 1)): a beta near 1
+    that is rounded to fp32 moves a mean by half an ulp / (1 - beta), here 10, and each step
+    rounds once more, of which the last 1 / (1 - beta) count."""
     params = make_params(rng)
     grads = make_grads(rng, params)
     if rule == "Lion":

@@ -1,4 +1,4 @@
-"""Settings for a module of torch, which is looked at by its methods alone: nothing imports torch."""
+"""Settings for a module of torch, looked at by its methods alone: nothing imports torch."""
 
 from __future__ import annotations
 
