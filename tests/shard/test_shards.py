@@ -381,6 +381,24 @@ def test_the_plan_equals_the_ledger_to_the_byte(size, partition, precision):
                 assert sum(map(sum, planned.values())) > 0
 
 
+@pytest.mark.parametrize("optimizer", ["sgd-momentum", "adamw", "adamw-amsgrad"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_large_arrays_cost_little_more_than_they_hold(precision, optimizer):
+    """Large arrays of the state begin at different places of a cache's way: 128 KiB at most."""
+    numel = 1 << 26
+    large, small = (
+        fs.plan({"w": (n,)}, world_size=1, precision=precision, optimizer=optimizer).rank(0)
+        for n in (numel, 128)
+    )
+    moments = {"sgd-momentum": 1, "adamw": 2, "adamw-amsgrad": 3}[optimizer]
+    for name, arrays in (("accumulators", 1), ("master", 1), ("moments", moments)):
+        itemsize = 2 if (precision, name) == ("bf16-pure", "moments") else 4
+        if name == "master" and precision != "bf16":
+            arrays = 0
+        assert 0 <= large[name] - arrays * itemsize * numel <= arrays * (128 << 10), name
+        assert small[name] == arrays * itemsize * 128, name
+
+
 def test_bytes_per_owned_parameter():
     numel = 1 << 20
 
