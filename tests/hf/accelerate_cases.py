@@ -197,6 +197,39 @@ def clipped_by_the_file(folder: Path) -> Any:
 
 
 @case
+def filled(folder: Path) -> Any:
+    """What a DeepSpeed file leaves to "auto", and what stands in it and in the script."""
+    config = {
+        "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, options in {"bf16": {"mixed_precision": "bf16"}, "none": {}}.items():
+        accelerator = fresh(
+            hf.Accelerator, flatshard=config, gradient_accumulation_steps=2, **options
+        )
+        model = accelerator.prepare(small.bert())
+        found[name] = [
+            str(next(model.parameters()).dtype),
+            accelerator.gradient_accumulation_steps,
+            accelerator.flatshard.max_norm,
+        ]
+    for name, section in {
+        "optimizer": {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+        "scheduler": {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3,
+                                                                   "warmup_num_steps": 4}}},
+    }.items():  # fmt: skip
+        accelerator = fresh(hf.Accelerator, flatshard={**config, **section})
+        try:
+            loop(accelerator, steps=1)
+            found[name] = "accepted"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@case
 def fp16_overflow(folder: Path) -> Any:
     """Overflows at first: the step is skipped on every rank, and the schedule waits."""
     accelerator = fresh(hf.Accelerator, mixed_precision="fp16")

@@ -56,6 +56,13 @@ def test_clipped_by_the_file(found: Any) -> None:
         assert key in found["described"]
 
 
+def test_filled(found: Any) -> None:
+    assert found["bf16"] == ["torch.bfloat16", 2, 1.0]
+    assert found["none"] == ["torch.float32", 2, 1.0]
+    assert "AdamW" in found["optimizer"] and "take one of them out" in found["optimizer"]
+    assert "WarmupLR" in found["scheduler"] and "take one of them out" in found["scheduler"]
+
+
 def test_fp16_skips_alike(job: Any) -> None:
     """The first step overflows everywhere, the fourth on rank 1 alone: all skip, none advances."""
     one, two = (rank["found"] for rank in job["fp16_overflow"])

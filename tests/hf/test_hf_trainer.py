@@ -61,7 +61,8 @@ def test_no_clipping(found: Any) -> None:
 
 def test_the_same_bits_from_every_configuration(job: Any) -> None:
     names = ("default", "fsdp", "deepspeed", "sharded_ddp", "evaluate_first", "plain_arguments",
-             "accelerate_launch", "copy_mode", "recompute")  # fmt: skip
+             "accelerate_launch", "accelerate_launch_of_fsdp1", "copy_mode",
+             "recompute")  # fmt: skip
     assert len({one["found"]["digest"] for name in names for one in job[name]}) == 1
 
 
@@ -189,7 +190,7 @@ def test_resume_alone(found_alone: Any, job: Any) -> None:
     found = found_alone
     two = job["for_another_world"][0]["found"]["loss"]
     assert found["loss"] == pytest.approx(two, rel=1e-5)
-    assert found["apart"] < 1e-4  # Adam: noise of rounding in small gradients
+    assert found["apart"] < 1e-5
 
 
 def test_fsdp_alone(found_alone: Any) -> None:

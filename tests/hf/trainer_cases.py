@@ -471,7 +471,7 @@ def for_another_world(folder: Path) -> Any:
     """Saved here by two ranks, resumed by one in `resume_alone`: the steps have equal batches."""
     where = folder / "other"
     changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4,
-               "train_sampling_strategy": "sequential"}  # fmt: skip
+               "train_sampling_strategy": "sequential", "adam_epsilon": 1e-4}  # fmt: skip
     trainer = trained(hf.Trainer, small.llama(), resumable(where, **changes), small.sequences(48))
     torch.save(small.weights(trainer.model), folder / f"other-{trainer.args.process_index}.pt")
     return {"loss": history(trainer, "loss")}
@@ -481,7 +481,8 @@ def for_another_world(folder: Path) -> Any:
 def resume_alone(folder: Path) -> Any:
     where = folder / "other"
     changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8,
-               "train_sampling_strategy": "sequential", "save_strategy": "no"}  # fmt: skip
+               "train_sampling_strategy": "sequential", "adam_epsilon": 1e-4,
+               "save_strategy": "no"}  # fmt: skip
     args = resumable(where, **changes)
     trainer = made(hf.Trainer, args, small.sequences(48), model=small.llama(seed=7))
     trainer.train(resume_from_checkpoint=str(where / "out" / "checkpoint-4"))
@@ -777,6 +778,24 @@ def accelerate_launch(folder: Path) -> Any:
             "kept": os.environ["ACCELERATE_USE_FSDP"],
             "digest": small.digest(small.weights(trainer.model)),
         }
+
+
+@case
+def accelerate_launch_of_fsdp1(folder: Path) -> Any:
+    """Version 1 of FSDP on CPUs: stock ends in the plugin with "no available devices"."""
+    with environment(
+        ACCELERATE_USE_FSDP="true",
+        FSDP_VERSION="1",
+        FSDP_SHARDING_STRATEGY="FULL_SHARD",
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_TRANSFORMER_CLS_TO_WRAP="LlamaDecoderLayer",
+        FSDP_STATE_DICT_TYPE="FULL_STATE_DICT",
+        FSDP_SYNC_MODULE_STATES="true",
+        FSDP_USE_ORIG_PARAMS="true",
+    ):
+        trainer = ours(folder, small.llama(), small.sequences(40))
+    stage = ft.shards(trainer.model).policy.sharding.stage
+    return {"stage": stage, "digest": small.digest(small.weights(trainer.model))}
 
 
 @case

@@ -68,6 +68,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         fp8, or a plugin of another backend.
     """
 
+    #: A Trainer takes optimizer and schedule from the configuration itself.
+    of_trainer = False
     _models: list[Any]
     _optimizers: list[Any]
 
@@ -81,7 +83,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     'flatshard="ds_config.json", flatshard={"fsdp": {...}} or a stage'
                 )
         asked = _launch.asked_by_environment()
-        settings = read_accelerator(flatshard, asked, world_size=_launch.launched_ranks())
+        ranks = _launch.launched_ranks()
+        settings = read_accelerator(flatshard, asked, given, world_size=ranks)
         self._take_settings(given, settings)
         refuse_precision(given.get("mixed_precision"))
         if _launch.force_cpu():
@@ -218,10 +221,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
             return optimizer
+        asked = self.flatshard.optimizer
+        if asked is not None and not self.of_trainer:
+            raise ConfigError(
+                f"{self.flatshard.source} has an optimizer ({asked.name}) and the script prepares "
+                f"its own ({type(optimizer).__name__}): take one of them out"
+            )
         self._make_way(optimizer)
         wrapped = ShardedOptimizer(ft.adopt(optimizer), self.flatshard.max_norm)
         self._optimizers.append(wrapped)
         return wrapped
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As in accelerate."""
+        asked = self.flatshard.schedule
+        if asked is not None and not self.of_trainer:
+            raise ConfigError(
+                f"{self.flatshard.source} has a scheduler ({asked.name}) and the script prepares "
+                f"its own ({type(scheduler).__name__}): take one of them out"
+            )
+        return super().prepare_scheduler(scheduler)
 
     def _make_way(self, optimizer: torch.optim.Optimizer) -> None:
         """What an earlier accelerator's optimizer moved begins anew under this one: the state of

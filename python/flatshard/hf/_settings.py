@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from .. import config
 from ..config import Settings
+from ..config.deepspeed import AUTO_NAMES
 from ..errors import ConfigError
 from ..policy import PRESETS, MixedPrecision, Sharding
 
@@ -77,7 +79,9 @@ def read(
     )
 
 
-def read_accelerator(spec: Any, asked: bool, *, world_size: int) -> Settings:
+def read_accelerator(
+    spec: Any, asked: bool, given: Mapping[str, Any], *, world_size: int
+) -> Settings:
     """For Accelerate: ``flatshard=``, else what ``accelerate launch`` left in the environment.
 
     Parameters
@@ -86,23 +90,27 @@ def read_accelerator(spec: Any, asked: bool, *, world_size: int) -> Settings:
         As for `read`.
     asked : bool
         Whether the environment asks for sharding.
+    given : mapping
+        Arguments of the Accelerator, which fill what a DeepSpeed file leaves to "auto". What only
+        the script knows stays open; clipping is at 1, as Accelerate fills it.
     world_size : int
         Ranks.
     """
-    if spec is not None:
-        return read(spec, world_size=world_size, auto=_Later())
-    if not asked:
+    if spec is None and not asked:
         return read(None, world_size=world_size)
-    return config.accelerate(os.environ, world_size=world_size, auto=_Later())
-
-
-class _Later(dict[str, Any]):
-    """Says of every "auto" that its value will be known when training starts."""
-
-    def __init__(self) -> None:
-        from ..config.deepspeed import AUTO_NAMES
-
-        super().__init__(dict.fromkeys(AUTO_NAMES, config.LATER))
+    mixed = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    auto: dict[str, Any] = dict.fromkeys(AUTO_NAMES, config.LATER)
+    if mixed in ("bf16", "fp16"):
+        auto[mixed] = True
+    if "gradient_accumulation_steps" in given:
+        auto["gradient_accumulation_steps"] = given["gradient_accumulation_steps"]
+    if spec is None:
+        settings = config.accelerate(os.environ, world_size=world_size, auto=auto)
+    else:
+        settings = read(spec, world_size=world_size, auto=auto)
+    if any(key.path.endswith("gradient_clipping") and key.auto for key in settings.keys):
+        return dataclasses.replace(settings, max_norm=1.0)
+    return settings
 
 
 def compute_policy(settings: Settings, mixed_precision: str) -> MixedPrecision | None:

@@ -102,6 +102,7 @@ class TrainerMixin(_Host):  # type: ignore[misc]
         settings = settings_of(self.args, self._flatshard_spec)
         accelerator: Any = self.accelerator
         accelerator.__class__ = Accelerator
+        accelerator.of_trainer = True
         accelerator.attach(settings)
         if settings.keys and self.is_world_process_zero():
             _log.info("%s", settings.table())
