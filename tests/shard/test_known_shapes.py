@@ -281,7 +281,8 @@ def test_lengths_of_more_than_31_bits_add_up(size, partition):
         precision="bf16-pure",
     )
     moments = sum(plan.rank(r)["moments"] for r in range(size))
-    assert 2 * 2 * numel <= moments <= 2 * 2 * (numel + 64 * size * size)
+    gaps = size * 2 * (128 << 10)  # two large arrays a rank begin at places of their own
+    assert 2 * 2 * numel <= moments <= 2 * 2 * (numel + 64 * size * size) + gaps
 
 
 @pytest.mark.full
