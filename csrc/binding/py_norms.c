@@ -61,6 +61,26 @@ norms_grad_scale(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 static PyObject *
+norms_grad_forget(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *object;
+    int param;
+    if (!PyArg_ParseTuple(args, "Oi:grad_forget", &object, &param)) {
+        return NULL;
+    }
+    fs_shards *shards = fs_py_shards_enter(object);
+    if (shards == NULL) {
+        return NULL;
+    }
+    fs_status st = fs_grad_forget(shards, param);
+    fs_py_shards_leave(object);
+    if (st != FS_OK) {
+        return fs_raise(st, fs_shards_world(shards));
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 norms_grad_replaced(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *object;
@@ -88,6 +108,8 @@ static PyMethodDef functions[] = {
      "magnitudes, of this rank's cut. Collective."},
     {"grad_scale", norms_grad_scale, METH_VARARGS,
      "grad_scale($module, shards, param, factor, /)\n--\n\nScales a gradient before the step."},
+    {"grad_forget", norms_grad_forget, METH_VARARGS,
+     "grad_forget($module, shards, param, /)\n--\n\nThe parameter has no gradient after all."},
     {"grad_replaced", norms_grad_replaced, METH_VARARGS,
      "grad_replaced($module, shards, param, /)\n--\n\nA gradient was stored: its norm anew."},
     {NULL, NULL, 0, NULL},

@@ -53,6 +53,15 @@ fs_grad_scale(fs_shards *shards, int param, double factor)
 }
 
 fs_status
+fs_grad_forget(fs_shards *shards, int param)
+{
+    FS_TRY(check_changeable(shards, param));
+    shards->had[param] = 0;
+    shards->factor[param] = 0.0; /* compared when the ranks agree: all of them must forget it */
+    return FS_OK;
+}
+
+fs_status
 fs_grad_replaced(fs_shards *shards, int param)
 {
     const fs_layout *layout = shards->layout;

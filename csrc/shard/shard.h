@@ -321,6 +321,11 @@ fs_grad_sums(fs_shards *shards, double *out_sumsq, double *out_absmax);
 FS_NODISCARD fs_status
 fs_grad_scale(fs_shards *shards, int param, double factor);
 
+/* The parameter has no gradient after all: it is in no norm and does not move. Every rank says it
+ * of the same parameters (compared when they agree). Local, between fs_grad_sums and the step. */
+FS_NODISCARD fs_status
+fs_grad_forget(fs_shards *shards, int param);
+
 /* The gradient of param was written with fs_store(FS_GRAD): norm and finiteness are taken anew, the
  * factor is 1 again, and the parameter has a gradient. Every rank says it of the same parameters.
  * Local, between fs_grad_sums and the step. */

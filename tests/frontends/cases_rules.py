@@ -414,9 +414,30 @@ def zeroed(world: fs.World) -> None:
         with raises(RuntimeError, "without a gradient"):
             optimizer.step()
     module, optimizer = make(world)
+    alone = mlp(0)
+    other = torch.optim.AdamW(alone.parameters(), lr=0.01, eps=1e-2)
+    for step in range(3):  # some gradients alone, after the last backward
+        mlp_loss(module, mine(world, step)).backward()
+        mlp_loss(alone, mlp_batch(step, 2 * world.size)).backward()
+        if step == 1:
+            for m in (module, alone):
+                m.scale.grad = None  # type: ignore[union-attr]
+                m.layers[0].weight.grad = None  # type: ignore[index, union-attr]
+        norm = ft.clip_grad_norm_(module, 0.1)
+        expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        assert abs(norm.item() / expected.item() - 1) < 1e-5
+        assert optimizer.step().applied
+        other.step()
+        other.zero_grad()
+    close(module.parameters(), alone.parameters(), within=1e-6)
     mlp_loss(module, mine(world, 3)).backward()
     module.scale.grad = None  # type: ignore[union-attr]
-    with raises(RuntimeError, "scale was dropped", r"zero_grad\(\)"):
+    with raises(RuntimeError, "scale was dropped", "another backward", r"zero_grad\(\)"):
+        mlp_loss(module, mine(world, 3)).backward()
+    optimizer.zero_grad()
+    mlp_loss(module, mine(world, 3)).backward()
+    module.scale.grad = torch.tensor(1.0)  # type: ignore[union-attr]
+    with raises(RuntimeError, "scale was set by hand", "put"):
         optimizer.step()
 
 

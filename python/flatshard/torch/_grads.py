@@ -130,7 +130,7 @@ class Gradients:
                 "call flatshard.torch.backward(loss, optimizer=optimizer)"
             )
         if not self._tasks:
-            self.settle_drops()
+            self.settle_drops(more=True)
         if self._sums is not None:
             raise RuntimeError(
                 "a backward after the gradients of this step were looked at (full_grads, get, "
@@ -175,38 +175,63 @@ class Gradients:
         self._has[index] = False
         self._dropped.add(index)
 
-    def settle_drops(self) -> None:
+    def settle_drops(self, *, more: bool = False) -> None:
         """Gradients that somebody set to None, or to zero, since they came are forgotten.
         Collective if there are any: every rank drops alike.
+
+        Parameters
+        ----------
+        more : bool
+            A backward is about to add to what is there.
 
         Raises
         ------
         RuntimeError
-            Some were dropped and others not; or a partial backward was not dropped.
+            A gradient was set by hand; a partial backward was not dropped; or some were dropped,
+            others not, and ``more`` are to come.
         """
         self.notice_failure()
         kept: list[int] = []
         gone = sorted(self._dropped)
         for index, member in enumerate(self.sharded.members):
-            if self._has[index]:
-                held = isinstance(member.parameter.grad, ShardedGradient)
-                (kept if held else gone).append(index)
-        if kept and gone:
-            names = self.sharded.members
-            raise RuntimeError(
-                f"the gradient of {names[gone[0]].name} was dropped and that of "
-                f"{names[kept[0]].name} was not: drop all gradients of a sharded module together "
-                "(optimizer.zero_grad() or module.zero_grad())"
-            )
+            grad = member.parameter.grad
+            if type(grad) is ShardedGradient:
+                if self._has[index]:
+                    kept.append(index)
+            elif grad is not None and self._handles[index] is not None:
+                raise RuntimeError(
+                    f"the gradient of {member.name} was set by hand; say it to all ranks with "
+                    'flatshard.torch.put(parameter, "grad", value)'
+                )
+            elif self._has[index]:
+                gone.append(index)
         if self._failed and kept:
             raise RuntimeError(
                 f"rank {self.sharded.world.rank}: a backward ended with an exception and left "
                 "partial gradients; call zero_grad() on every rank and repeat the micro-batches of "
                 "this step"
             )
-        if gone or self._failed:
+        if gone and kept:
+            self._forget_some(gone, kept, more)
+        elif gone or self._failed:
             self._core.grad_drop()
             self.forget()
+
+    def _forget_some(self, gone: list[int], kept: list[int], more: bool) -> None:
+        if more:
+            members = self.sharded.members
+            raise RuntimeError(
+                f"the gradient of {members[gone[0]].name} was dropped and that of "
+                f"{members[kept[0]].name} was not, and another backward follows: drop single "
+                "gradients after the last backward of a step, or all of them (zero_grad())"
+            )
+        sums = self.sums()
+        for index in gone:
+            _core.grad_forget(self._core, index)
+            self._has[index] = False
+            sums.squares[index] = sums.largest[index] = 0.0
+            sums.had[index] = False
+        self._dropped.clear()
 
     def taken(self) -> None:
         """The step took the gradients."""

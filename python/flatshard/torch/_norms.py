@@ -47,7 +47,7 @@ class Sums:
         scale = 1.0 if sharded.optimizer is None else sharded.optimizer.engine.loss_scale
         #: What makes an average of a sum.
         self.divisor = divisor * scale
-        self.had = np.frombuffer(sharded.shards._core.had(), np.uint8).astype(bool)
+        self.had = np.frombuffer(sharded.shards._core.had(), np.uint8).astype(bool)  # a copy
         #: What gradients were multiplied by since.
         self.factors = np.ones(n)
 
