@@ -60,12 +60,13 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     import accelerate_cases
     import trainer_cases
+    import trainer_run_cases
 
     folder = Path(sys.argv[1])
     alone = "--alone" in sys.argv
     wanted = [word for word in sys.argv[2:] if not word.startswith("--")]
     results = {}
-    for module in (trainer_cases, accelerate_cases):
+    for module in (trainer_cases, trainer_run_cases, accelerate_cases):
         for name, case in module.ALONE.items() if alone else module.CASES.items():
             if wanted and name not in wanted:
                 continue
