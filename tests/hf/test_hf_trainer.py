@@ -1,6 +1,6 @@
 """The Trainer over flatshard, against transformers' own over DDP and against plain torch.
 
-The cases run in one job of two ranks (trainer_cases.py, trainer_run_cases.py); here they are judged.
+The cases run in one job of two ranks (trainer_cases.py, trainer_run_cases.py) and are judged here.
 """
 
 from __future__ import annotations

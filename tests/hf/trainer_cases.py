@@ -102,11 +102,6 @@ def case(function: Any) -> Any:
     return function
 
 
-def alone(function: Any) -> Any:
-    ALONE[function.__name__] = function
-    return function
-
-
 # ---- equality with DDP --------------------------------------------------------------------------
 
 ZERO3 = {
