@@ -457,6 +457,7 @@ class Branches:
     def _call(self, frame: types.FrameType, event: str, argument: object) -> Any:
         if frame.f_code not in self.jumps:
             return None
+        frame.f_trace = self._step  # first: from Python 3.13 on only a traced frame takes the rest
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._step
 

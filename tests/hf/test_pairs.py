@@ -59,7 +59,8 @@ def test_the_script_makes_the_file() -> None:
 
 
 def test_the_label_is_what_the_header_says() -> None:
-    """Neighbours stand together in some text of this Python; exchanged ones do not."""
+    """Neighbours stand together in some text of this Python; exchanged ones do not. Other Pythons
+    than the one that the texts are from have changed some of them."""
     import pydoc_data.topics
     import sysconfig
     import warnings
@@ -81,5 +82,7 @@ def test_the_label_is_what_the_header_says() -> None:
         ]
         for label in "01"
     }
-    assert sum(found["1"]) > 0.9 * len(found["1"]) > 90
+    version = sys.version.split()[0]
+    its_own = f"Python {version}" in HEADER.replace("\n# ", " ")
+    assert sum(found["1"]) > (0.9 if its_own else 0.75) * len(found["1"]) > 75
     assert not any(found["0"]) and len(found["0"]) > 90
