@@ -1,4 +1,4 @@
-"""A folder that may not be written: a clear error, the checkpoint before untouched, the run lives."""
+"""A folder that may not be written: a clear error, and the checkpoint before is untouched."""
 
 import os
 import pathlib
