@@ -238,16 +238,6 @@ fs_cuda_norm(fs_cuda_stream stream, const fs_norm *op)
     return fs_cuda_launched("norm");
 }
 
-/* Rows of one chunk, as on the CPU: fixed by the number of rows. */
-#define CHUNK_ROWS_MIN ((size_t)16)
-
-static size_t
-chunk_rows(size_t rows)
-{
-    size_t chunk = rows / FS_NORM_CHUNKS + (rows % FS_NORM_CHUNKS != 0);
-    return chunk > CHUNK_ROWS_MIN ? chunk : CHUNK_ROWS_MIN;
-}
-
 /* A block a chunk of rows: its share of dweight goes to its line of partial. */
 static __global__ void
 norm_grad_kernel(fs_norm_grad op, size_t chunk)
@@ -308,7 +298,7 @@ fs_cuda_norm_grad(fs_cuda_stream stream, const fs_norm_grad *op)
     if (op->width == 0) {
         return FS_OK;
     }
-    size_t nbytes = f32s(op->rows * op->width), chunk = chunk_rows(op->rows);
+    size_t nbytes = f32s(op->rows * op->width), chunk = fs_norm_chunk_rows(op->rows);
     size_t chunks = op->rows / chunk + (op->rows % chunk != 0);
     size_t partial = op->dweight == NULL ? 0 : f32s(chunks * op->width);
     if (chunks > 0) {
@@ -527,27 +517,6 @@ fs_cuda_swiglu_grad(fs_cuda_stream stream, const fs_swiglu *op)
 
 // ---- cross-entropy ------------------------------------------------------------------------------
 
-/* Natural logarithm of a normal x > 0, as device/elements.inc has it. */
-FS_DEVICE_FN double
-log_f64(double x)
-{
-    uint64_t bits = fs_bits_of_f64(x);
-    int64_t e = (int64_t)(bits >> 52) - 1023;
-    double m = fs_f64_of_bits((bits & 0x000fffffffffffffu) | 0x3ff0000000000000u);
-    if (m > 1.4142135623730951) {
-        m = m * 0.5;
-        e = e + 1;
-    }
-    double f = (m - 1.0) / (m + 1.0), f2 = f * f, sum = 0.0;
-    for (int k = 23; k >= 1; k -= 2) {
-        sum = sum * f2 + 1.0 / (double)k;
-    }
-    return 2.0 * f * sum + (double)e * 0.69314718055994531;
-}
-
-/* Exponentials that are summed in fp32 before the fp64 sum takes them. */
-#define XENT_TILE_N ((size_t)1024)
-
 /* A block a row: the largest logit, exponentials tile by tile, then the gradient. */
 static __global__ void
 xent_kernel(fs_xent op)
@@ -582,9 +551,9 @@ xent_kernel(fs_xent op)
         }
         most = most_of[0];
         double sum = 0.0;
-        for (size_t at = 0; at < op.vocab; at += XENT_TILE_N) {
+        for (size_t at = 0; at < op.vocab; at += FS_XENT_TILE_N) {
             float *tile = logits + at;
-            size_t n = op.vocab - at < XENT_TILE_N ? op.vocab - at : XENT_TILE_N;
+            size_t n = op.vocab - at < FS_XENT_TILE_N ? op.vocab - at : FS_XENT_TILE_N;
             for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
                 tile[i] = fs_exp_f32(tile[i] * op.scale - most);
             }
@@ -605,7 +574,7 @@ xent_kernel(fs_xent op)
             logits[i] = i == (size_t)target ? value - op.scale : value;
         }
         if (threadIdx.x == 0) {
-            op.loss[row] = log_f64(sum) + ((double)most - (double)wanted);
+            op.loss[row] = fs_log_f64(sum) + ((double)most - (double)wanted);
         }
         __syncthreads();
     }

@@ -31,9 +31,6 @@ apply_rule(const fs_hyper *h, float scale, float g, float *w, float *m, float *v
     }
 }
 
-/* Arrays that are rounded at random, each by numbers of its own. */
-enum { STREAM_WEIGHT, STREAM_MOMENT1, STREAM_MOMENT2, STREAM_MOMENT3 };
-
 /* Stores as the update says: see fs_update.stochastic. */
 FS_DEVICE_FN void
 store_rounded(const fs_update *u, void *array, fs_dtype dtype, uint64_t stream, size_t at,
@@ -88,7 +85,7 @@ store_weight(const fs_update *u, const float w[FS_FOUR], size_t at, unsigned n)
             fs_store_halves((uint16_t *)u->weight, at, upper, n);
         }
     } else if (u->weight != NULL) {
-        store_rounded(u, u->weight, u->weight_dtype, STREAM_WEIGHT, at, w, n);
+        store_rounded(u, u->weight, u->weight_dtype, FS_STREAM_WEIGHT, at, w, n);
     }
 }
 
@@ -115,13 +112,13 @@ update_kernel(fs_update update)
             apply_rule<rule>(&u->hyper, u->grad_scale, g[i], &w[i], &m[i], &v[i], &x[i]);
         }
         if (u->moment1 != NULL) {
-            store_rounded(u, u->moment1, u->moment_dtype, STREAM_MOMENT1, at, m, here);
+            store_rounded(u, u->moment1, u->moment_dtype, FS_STREAM_MOMENT1, at, m, here);
         }
         if (u->moment2 != NULL) {
-            store_rounded(u, u->moment2, u->moment_dtype, STREAM_MOMENT2, at, v, here);
+            store_rounded(u, u->moment2, u->moment_dtype, FS_STREAM_MOMENT2, at, v, here);
         }
         if (u->moment3 != NULL) {
-            store_rounded(u, u->moment3, u->moment_dtype, STREAM_MOMENT3, at, x, here);
+            store_rounded(u, u->moment3, u->moment_dtype, FS_STREAM_MOMENT3, at, x, here);
         }
         store_weight(u, w, at, here);
     }

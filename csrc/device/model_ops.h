@@ -78,6 +78,15 @@ typedef struct fs_norm {
 
 /* Rows whose share of dweight is summed together: at most this many chunks, whatever rows is. */
 #define FS_NORM_CHUNKS 64
+#define FS_NORM_CHUNK_ROWS_MIN 16
+
+/* Rows of one chunk: fixed by the number of rows. */
+static inline size_t
+fs_norm_chunk_rows(size_t rows)
+{
+    size_t chunk = rows / FS_NORM_CHUNKS + (rows % FS_NORM_CHUNKS != 0);
+    return chunk > FS_NORM_CHUNK_ROWS_MIN ? chunk : FS_NORM_CHUNK_ROWS_MIN;
+}
 
 /* Backward of out = x * rstd * weight. dy holds the gradient of out on entry and out itself, made
  * again for the weight gradients of the following GEMMs, on return. */
@@ -142,6 +151,9 @@ typedef struct fs_xent {
 } fs_xent;
 
 #define FS_TARGET_IGNORED (-100)
+
+/* Elements of a row whose exponentials are summed in fp32 before the fp64 sum takes them. */
+#define FS_XENT_TILE_N ((size_t)1024)
 
 /* out[c] (+)= sum over rows of x[r, c]: gradients of biases. */
 typedef struct fs_column_sum {

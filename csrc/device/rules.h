@@ -10,6 +10,9 @@
 #include "../base/math.h"
 #include "device.h"
 
+/* Arrays that are rounded at random, each by numbers of its own: see fs_update.stochastic. */
+enum { FS_STREAM_WEIGHT, FS_STREAM_MOMENT1, FS_STREAM_MOMENT2, FS_STREAM_MOMENT3 };
+
 /* Stochastic gradient descent without momentum, decay added to the gradient. */
 FS_HD void
 fs_rule_sgd(const fs_hyper *h, float scale, float g, float *w)
