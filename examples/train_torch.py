@@ -34,7 +34,9 @@ class Bytes(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
+        # Alike in size: places of standard deviation 1, torch's default, would drown the bytes.
         nn.init.normal_(self.embed.weight, std=0.1)
+        nn.init.normal_(self.places.weight, std=0.1)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -62,7 +64,7 @@ def main() -> None:
     world = fs.init()  # instead of torch.distributed.init_process_group
     text = torch.tensor(list(pathlib.Path(options.data).read_bytes()))
     model = Bytes(64, 2, options.length)
-    optimizer = ft.AdamW(model.parameters(), lr=1e-2)  # instead of torch.optim.AdamW
+    optimizer = ft.AdamW(model.parameters(), lr=5e-3)  # instead of torch.optim.AdamW
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
     # instead of DistributedDataParallel(model), or FSDP's fully_shard on each block
     ft.fully_shard(model, world=world, sharding=options.stage, mp_policy=options.precision)

@@ -48,7 +48,11 @@ def test_train_llama(tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.torch
 def test_train_torch(tmp_path: Path) -> None:
-    """Alone, on two ranks, resumed on two: the loss goes on falling."""
+    """On two ranks, resumed alone: far below what 20 steps from the start reach.
+
+    The line's bytes without their order have 2.5 nats; 20 steps bring 0.5 to 0.75, 60 bring 0.05
+    to 0.12, over seeds, thread counts and the kernels of several processors.
+    """
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     (tmp_path / "a.txt").write_text("one two three four five six seven\n" * 300)
@@ -59,7 +63,7 @@ def test_train_torch(tmp_path: Path) -> None:
     out += run([script, *words, "--steps", "60", "--precision", "bf16"], tmp_path)
     assert "resumed at step 40" in out
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", out)]
-    assert len(losses) == 3 and losses[2] < losses[0] - 0.2
+    assert len(losses) == 3 and losses[0] < 1.5 and losses[2] < 0.3
     assert (tmp_path / "run" / "model.pt").is_file()
 
 
