@@ -13,6 +13,8 @@ static const fs_env_entry table[] = {
      "real-time signal that asks a late rank for its Python line (default: a free one from 54 on); "
      "0: none"},
     {"FLATSHARD_BLAS", "path of the CBLAS library to load instead of scipy-openblas32"},
+    {"FLATSHARD_CUBLAS", "path of the cuBLAS library (libcublas.so.*) to load instead of others"},
+    {"FLATSHARD_NCCL", "path of the NCCL library (libnccl.so.2) to load instead of others"},
     {"FLATSHARD_WATCH_WRITES",
      "1: PyTorch modules compare checksums of their weights to find writes through parameter.data"},
     {"FLATSHARD_JOB", "set by 'flatshard launch': how the ranks of a job find each other"},
