@@ -231,16 +231,16 @@ kernels_sumsq(PyObject *object, PyObject *argument)
 {
     const fs_exec *exec = &((kernels_object *)object)->exec;
     fs_buffer x;
-    double sumsq = 0.0;
+    fs_sums found = {0};
     if (fs_buffer_take(argument, "x", false, &x) < 0) {
         return NULL;
     }
     fs_status st = float_dtype(&x, "x");
     if (st == FS_OK) {
-        FS_OPERATE(sumsq = exec->device->sumsq(exec, x.data, x.dtype, x.n));
+        FS_OPERATE(exec->device->sumsq(exec, x.data, x.dtype, x.n, &found));
     }
     fs_buffer_drop(&x);
-    return st == FS_OK ? PyFloat_FromDouble(sumsq) : fs_raise(st, NULL);
+    return st == FS_OK ? PyFloat_FromDouble(found.sumsq) : fs_raise(st, NULL);
 }
 
 static PyObject *
@@ -248,13 +248,13 @@ kernels_find_nonfinite(PyObject *object, PyObject *argument)
 {
     const fs_exec *exec = &((kernels_object *)object)->exec;
     fs_buffer x;
-    size_t index = 0;
+    uint64_t index = 0;
     if (fs_buffer_take(argument, "x", false, &x) < 0) {
         return NULL;
     }
-    FS_OPERATE(index = exec->device->find_nonfinite(exec, x.data, x.dtype, x.n));
+    FS_OPERATE(exec->device->find_nonfinite(exec, x.data, x.dtype, x.n, &index));
     fs_buffer_drop(&x);
-    return PyLong_FromSize_t(index);
+    return PyLong_FromUnsignedLongLong(index);
 }
 
 // ---- sum over ranks -----------------------------------------------------------------------------
@@ -284,8 +284,10 @@ kernels_sum(PyObject *object, PyObject *args, PyObject *kwargs)
         Py_DECREF(list);
         return NULL;
     }
+    fs_sums found = {.bad_source = -1};
     fs_sum sum = {.src = data, .src_n = (size_t)src_n, .src_dtype = acc.dtype, .acc = acc.data,
-                  .acc_dtype = acc.dtype, .accumulate = accumulate != 0, .n = acc.n};
+                  .acc_dtype = acc.dtype, .accumulate = accumulate != 0, .n = acc.n,
+                  .found = &found};
     fs_status st = float_dtype(&acc, "acc");
     bool first = true;
     if (st == FS_OK && src_n > FS_SOURCES_MAX) {
@@ -312,7 +314,8 @@ kernels_sum(PyObject *object, PyObject *args, PyObject *kwargs)
     }
     if (st == FS_OK) {
         FS_OPERATE(exec->device->sum(exec, &sum));
-        result = Py_BuildValue("(dNd)", sum.sumsq, PyBool_FromLong(sum.finite), sum.absmax);
+        result = Py_BuildValue("(dNd)", found.sumsq, PyBool_FromLong(found.finite != 0),
+                               found.absmax);
     } else {
         (void)fs_raise(st, NULL);
     }

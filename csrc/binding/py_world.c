@@ -92,7 +92,7 @@ fs_py_job_world(PyObject *object, PyObject *args, PyObject *keywords)
     }
     self->world = NULL;
     self->parent = Py_NewRef(object);
-    self->exec = (fs_exec){NULL, NULL};
+    self->exec = (fs_exec){0};
     self->on_event = NULL;
     if (choose_threads(threads, ranks > 0 ? ranks : 1, &self->threads) < 0) {
         Py_DECREF(self);
@@ -224,7 +224,7 @@ world_split(PyObject *object, PyObject *args)
     const fs_py_world *parent = (fs_py_world *)object;
     self->world = part;
     self->parent = Py_NewRef(object);
-    self->exec = (fs_exec){NULL, NULL};
+    self->exec = (fs_exec){0};
     self->threads = parent->threads;
     self->on_event = Py_XNewRef(parent->on_event);
     fs_world_set_interrupted(part, look_up, self);

@@ -25,13 +25,6 @@ typedef struct fs_cuda_stream_of *fs_cuda_stream;
 /* Upper bound of the blocks of a grid: kernels walk in strides. */
 #define FS_CUDA_BLOCKS_MAX 16384u
 
-/* What a sum finds, written to device memory (or pinned host memory): fs_sum's three results. */
-typedef struct fs_cuda_sums {
-    double sumsq;
-    double absmax;
-    uint64_t finite; /* 0 or 1 */
-} fs_cuda_sums;
-
 /* Bytes of scratch that a sum (or sum of squares) over n elements needs in device memory. */
 size_t fs_cuda_sum_scratch_nbytes(size_t n);
 
@@ -57,14 +50,14 @@ FS_NODISCARD fs_status
 fs_cuda_join(fs_cuda_stream stream, void *dst, fs_dtype dst_dtype, const uint16_t *bf16,
              const uint16_t *remainder, size_t n);
 
-/* See fs_device.sum; the results go to out. sum->src is an array of host memory. */
+/* See fs_device.sum; sum->found is device memory or pinned host memory. sum->src is an array of
+ * host memory. */
 FS_NODISCARD fs_status
-fs_cuda_sum(fs_cuda_stream stream, const fs_sum *sum, fs_cuda_sums *out, void *scratch,
-            size_t scratch_nbytes);
+fs_cuda_sum(fs_cuda_stream stream, const fs_sum *sum, void *scratch, size_t scratch_nbytes);
 
-/* See fs_device.sumsq: out->sumsq, and the other two beside it. */
+/* See fs_device.sumsq. */
 FS_NODISCARD fs_status
-fs_cuda_sumsq(fs_cuda_stream stream, const void *x, fs_dtype dtype, size_t n, fs_cuda_sums *out,
+fs_cuda_sumsq(fs_cuda_stream stream, const void *x, fs_dtype dtype, size_t n, fs_sums *found,
               void *scratch, size_t scratch_nbytes);
 
 /* See fs_device.find_nonfinite: the index goes to *out. */

@@ -19,6 +19,7 @@ static_assert(FS_TILE_N % (SUM_THREADS * FS_FOUR) == 0, "a turn of the block end
 /* The launch's argument. partial and largest have an entry per tile. */
 typedef struct fs_sum_args {
     const void *src[FS_CUDA_SOURCES_MAX]; /* those present, in rank order */
+    uint16_t rank[FS_CUDA_SOURCES_MAX];   /* whose they are */
     unsigned src_n;
     fs_dtype src_dtype;
     void *acc; /* NULL: nothing is stored */
@@ -27,6 +28,7 @@ typedef struct fs_sum_args {
     size_t n;
     double *partial;
     uint64_t *largest; /* magnitudes of fp64: they order as the numbers do, NaN above all */
+    fs_sums *found;    /* or NULL */
 } fs_sum_args;
 
 FS_DEVICE_FN size_t
@@ -170,10 +172,38 @@ sum_kernel(fs_sum_args args)
     }
 }
 
+/* The first source that is not finite, or -1; told to all threads of the block. Only looked for
+ * where the sum is not finite either, so one block may do it. flag: shared, one entry. */
+FS_DEVICE_FN int64_t
+find_bad_source(const fs_sum_args *a, int *flag)
+{
+    for (unsigned r = 0; r < a->src_n; r++) {
+        if (threadIdx.x == 0) {
+            *flag = 0;
+        }
+        __syncthreads();
+        for (size_t at = threadIdx.x; at < a->n; at += SUM_THREADS) {
+            if (!fs_f64_is_finite(fs_load_f64(a->src[r], a->src_dtype, at))) {
+                (void)atomicAdd(flag, 1);
+                break;
+            }
+        }
+        __syncthreads();
+        bool bad = *flag != 0;
+        __syncthreads();
+        if (bad) {
+            return (int64_t)a->rank[r];
+        }
+    }
+    return -1;
+}
+
 /* One block: partials in index order, by one thread out of shared memory; magnitudes by all. */
 static __global__ void
-finish_kernel(const double *partial, const uint64_t *largest, size_t n, fs_cuda_sums *out)
+finish_kernel(fs_sum_args args, size_t n)
 {
+    const double *partial = args.partial;
+    const uint64_t *largest = args.largest;
     double *chunk = (double *)(void *)fs_shared_memory();
     uint64_t *most = (uint64_t *)(void *)(chunk + SUM_THREADS);
     double sumsq = 0.0;
@@ -199,10 +229,20 @@ finish_kernel(const double *partial, const uint64_t *largest, size_t n, fs_cuda_
         }
         __syncthreads();
     }
+    bool finite = fs_f64_is_finite(fs_f64_of_bits(most[0]));
+    int64_t bad = -1;
+    if (!finite && args.acc != NULL) {
+        bad = find_bad_source(&args, (int *)(void *)chunk);
+    }
     if (threadIdx.x == 0) {
-        out->sumsq = sumsq;
-        out->absmax = fs_f64_of_bits(most[0]);
-        out->finite = fs_f64_is_finite(out->absmax) ? 1 : 0;
+        fs_sums *found = args.found;
+        if (args.accumulate && found->bad_source >= 0) {
+            bad = found->bad_source;
+        }
+        found->sumsq = sumsq;
+        found->absmax = fs_f64_of_bits(most[0]);
+        found->finite = finite ? 1 : 0;
+        found->bad_source = bad;
     }
 }
 
@@ -215,8 +255,8 @@ fs_cuda_sum_scratch_nbytes(size_t n)
 
 /* args lacks partial and largest, which lie in scratch. */
 static fs_status
-launch_sum(fs_cuda_stream stream, fs_sum_args *args, fs_cuda_sums *out, void *scratch,
-           size_t scratch_nbytes, const char *what)
+launch_sum(fs_cuda_stream stream, fs_sum_args *args, void *scratch, size_t scratch_nbytes,
+           const char *what)
 {
     size_t needed = fs_cuda_sum_scratch_nbytes(args->n);
     size_t tiles = needed / (sizeof(double) + sizeof(uint64_t));
@@ -227,6 +267,7 @@ launch_sum(fs_cuda_stream stream, fs_sum_args *args, fs_cuda_sums *out, void *sc
     }
     args->partial = (double *)scratch;
     args->largest = (uint64_t *)scratch + tiles;
+    fs_touched finding = fs_touched().reads(scratch, needed).writes(args->found, sizeof(fs_sums));
     if (args->n > 0) {
         size_t item = wide ? sizeof(double) : sizeof(float);
         size_t shared = item * SUM_TILES * (FS_TILE_N + SUM_PAD) +
@@ -235,21 +276,23 @@ launch_sum(fs_cuda_stream stream, fs_sum_args *args, fs_cuda_sums *out, void *sc
         fs_touched touched = fs_touched().writes(args->acc, acc_nbytes).writes(scratch, needed);
         for (unsigned r = 0; r < args->src_n; r++) {
             touched.reads(args->src[r], args->n * fs_dtype_nbytes(args->src_dtype));
+            finding.reads(args->src[r], args->n * fs_dtype_nbytes(args->src_dtype));
         }
         auto kernel = wide ? sum_kernel<double> : sum_kernel<float>;
         FS_LAUNCH(kernel, fs_cuda_blocks(args->n, SUM_SPAN), SUM_THREADS, shared, stream, touched,
                   *args);
         FS_TRY(fs_cuda_launched(what));
     }
+    if (args->found == NULL) {
+        return FS_OK;
+    }
     FS_LAUNCH(finish_kernel, 1, SUM_THREADS, SUM_THREADS * (sizeof(double) + sizeof(uint64_t)),
-              stream, fs_touched().reads(scratch, needed).writes(out, sizeof *out), args->partial,
-              args->largest, tiles, out);
+              stream, finding, *args, tiles);
     return fs_cuda_launched(what);
 }
 
 extern "C" fs_status
-fs_cuda_sum(fs_cuda_stream stream, const fs_sum *sum, fs_cuda_sums *out, void *scratch,
-            size_t scratch_nbytes)
+fs_cuda_sum(fs_cuda_stream stream, const fs_sum *sum, void *scratch, size_t scratch_nbytes)
 {
     size_t nbytes;
     FS_TRY(fs_cuda_check_stream(stream, "sum"));
@@ -264,6 +307,7 @@ fs_cuda_sum(fs_cuda_stream stream, const fs_sum *sum, fs_cuda_sums *out, void *s
     memset(&args, 0, sizeof args);
     for (size_t r = 0; r < sum->src_n; r++) {
         if (sum->src[r] != NULL) {
+            args.rank[args.src_n] = (uint16_t)r;
             args.src[args.src_n++] = sum->src[r];
         }
     }
@@ -272,11 +316,12 @@ fs_cuda_sum(fs_cuda_stream stream, const fs_sum *sum, fs_cuda_sums *out, void *s
     args.acc_dtype = sum->acc_dtype;
     args.accumulate = sum->accumulate;
     args.n = sum->n;
-    return launch_sum(stream, &args, out, scratch, scratch_nbytes, "sum");
+    args.found = sum->found;
+    return launch_sum(stream, &args, scratch, scratch_nbytes, "sum");
 }
 
 extern "C" fs_status
-fs_cuda_sumsq(fs_cuda_stream stream, const void *x, fs_dtype dtype, size_t n, fs_cuda_sums *out,
+fs_cuda_sumsq(fs_cuda_stream stream, const void *x, fs_dtype dtype, size_t n, fs_sums *found,
               void *scratch, size_t scratch_nbytes)
 {
     size_t nbytes;
@@ -290,7 +335,8 @@ fs_cuda_sumsq(fs_cuda_stream stream, const void *x, fs_dtype dtype, size_t n, fs
     args.src_dtype = dtype;
     args.acc_dtype = dtype == FS_F64 ? FS_F64 : FS_F32;
     args.n = n;
-    return launch_sum(stream, &args, out, scratch, scratch_nbytes, "sumsq");
+    args.found = found;
+    return launch_sum(stream, &args, scratch, scratch_nbytes, "sumsq");
 }
 
 // ---- first element that is not finite -----------------------------------------------------------

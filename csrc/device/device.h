@@ -3,7 +3,9 @@
  * A CPU fills it once per instruction set (each kernel source is compiled for every set, see
  * isa.h), CUDA fills it once. An operation owns its parallelism: it cuts its work on a fixed grid
  * and hands the tasks to exec->pool, so results never depend on the number of threads. Operations
- * cannot fail (arguments are checked by the caller), do not allocate, and do not call libm.
+ * cannot fail (arguments are checked by the caller), do not allocate, and do not call libm. On the
+ * CPU they are done when they return; on a device they are done when the stream comes to them, and
+ * what they find (fs_sums) is to be read after an event: see runtime.h.
  *
  * Element arithmetic is that of base/math.h: separate multiply and add, round to nearest even, no
  * flush to zero except where math.h says so. Given equal inputs every filling of the table gives
@@ -21,9 +23,10 @@
 #include "../base/status.h"
 #include "../base/threads.h"
 #include "model_ops.h"
+#include "runtime.h"
 
 #define FS_DEVICE_MAGIC 0x66736476u /* "fsdv" */
-#define FS_DEVICE_ABI 1u
+#define FS_DEVICE_ABI 2u
 
 /* Elements of one tile: load, rule and store work on this many fp32 values in L1. Also the grid of
  * fp64 partial sums: one partial per tile, added in index order. */
@@ -31,19 +34,29 @@
 
 typedef struct fs_device fs_device;
 
-/* Where operations run: a table and a rank's compute threads. Owner: the world of the rank. */
+/* Where operations run: a table, and a rank's compute threads or its stream of a device. Owner: the
+ * world of the rank. */
 typedef struct fs_exec {
     const fs_device *device;
-    fs_pool *pool; /* may be NULL: serial */
+    fs_pool *pool;       /* may be NULL: serial */
+    fs_context *context; /* of device->runtime; NULL on the CPU */
+    fs_stream_id stream; /* of context */
 } fs_exec;
 
 // ---- sum over ranks -----------------------------------------------------------------------------
 
+/* What a sum finds of what it wrote; in memory that the device writes and the host reads. */
+typedef struct fs_sums {
+    double sumsq;  /* fp64 sum of squares: no overflow at 1e30, no loss at 1e-30 */
+    double absmax; /* largest magnitude; infinite or NaN where not all is finite */
+    uint64_t finite;    /* 1: all of it is */
+    int64_t bad_source; /* where it is not: the first source that is not finite, -1: none of them */
+} fs_sums;
+
 /* acc = sum over r in rank order of src[r], or acc + that sum; summed in fp32 (fp64 for fp64
  * sources), stored in acc_dtype. A NULL source is a rank without a gradient, and adds nothing (not
- * zero: a lone -0 stays); without any source the sum is 0. One pass also gives the
- * fp64 sum of squares of what was written (squares in fp64: no overflow at 1e30, no loss at 1e-30),
- * its largest magnitude, and whether all of it is finite. */
+ * zero: a lone -0 stays); without any source the sum is 0. The same pass fills *found; a sum that
+ * accumulates leaves a bad_source that is there already, of an earlier one. */
 typedef struct fs_sum {
     const void *const *src; /* src_n pointers to n elements of src_dtype; entries may be NULL */
     size_t src_n;
@@ -52,9 +65,7 @@ typedef struct fs_sum {
     fs_dtype acc_dtype;
     bool accumulate;
     size_t n;
-    double sumsq;  /* out */
-    double absmax; /* out; infinite or NaN where not all is finite */
-    bool finite;   /* out */
+    fs_sums *found; /* out; may be NULL */
 } fs_sum;
 
 // ---- optimizer update ---------------------------------------------------------------------------
@@ -109,19 +120,23 @@ typedef struct fs_update {
 
 // ---- GEMM ---------------------------------------------------------------------------------------
 
-/* C[m,n] = A[m,k] B[k,n] + beta C, row-major fp32, leading dimensions in elements; trans_x says
- * that the operand is stored transposed. beta is 0 (C may hold anything, NaN included) or 1. Cut on
- * a fixed grid of FS_GEMM_ROWS rows of C; each tile is one single-threaded BLAS call. */
+/* C[m,n] = A[m,k] B[k,n] + beta C, row-major, leading dimensions in elements; trans_x says that the
+ * operand is stored transposed. beta is 0 (C may hold anything, NaN included) or 1. The CPU takes
+ * fp32 alone, and cuts on a fixed grid of FS_GEMM_ROWS rows of C, each tile a single-threaded BLAS
+ * call. CUDA takes A and B of fp32, bf16 or fp16, and C of the same dtype or fp32; it sums in fp32
+ * and rounds once. */
 #define FS_GEMM_ROWS 512
 typedef struct fs_gemm {
     bool trans_a, trans_b;
     size_t m, n, k;
-    const float *a;
+    fs_dtype dtype;   /* of a and b; 0 is FS_F32 */
+    fs_dtype c_dtype;
+    const void *a;
     size_t lda;
-    const float *b;
+    const void *b;
     size_t ldb;
     float beta;
-    float *c;
+    void *c;
     size_t ldc;
 } fs_gemm;
 
@@ -130,7 +145,8 @@ typedef struct fs_gemm {
 struct fs_device {
     uint32_t magic, abi, struct_nbytes;
     const char *build_id; /* of the sources; a plugin of another build is refused */
-    const char *name;     /* "cpu/avx512" */
+    const char *name;     /* "cpu/avx512", "cuda" */
+    const fs_runtime *runtime; /* NULL: the CPU's */
 
     /* dst = src; ranges must not overlap. The one user of streaming stores: fenced before
      * return. */
@@ -144,12 +160,13 @@ struct fs_device {
     /* dst = what was split, converted. */
     void (*join)(const fs_exec *exec, void *dst, fs_dtype dst_dtype, const uint16_t *bf16,
                  const uint16_t *remainder, size_t n);
-    void (*sum)(const fs_exec *exec, fs_sum *sum);
+    void (*sum)(const fs_exec *exec, const fs_sum *sum);
     void (*update)(const fs_exec *exec, const fs_update *update);
-    /* fp64 sum of squares of n elements: the grid and order of sum. */
-    double (*sumsq)(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n);
+    /* What a sum would find of n elements: the same grid and order. bad_source is -1. */
+    void (*sumsq)(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n, fs_sums *found);
     /* First element that is not finite, or n. */
-    size_t (*find_nonfinite)(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n);
+    void (*find_nonfinite)(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n,
+                           uint64_t *out);
     /* out = (acc op src) element by element for collectives; integers wrap. op: see
      * fs_reduce_op. */
     void (*combine)(const fs_exec *exec, int op, fs_dtype dtype, void *acc, const void *src,

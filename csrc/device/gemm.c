@@ -98,11 +98,11 @@ gemm_tile(const fs_gemm *g, size_t index)
     size_t row = index * FS_GEMM_ROWS;
     size_t rows = fs_min_size(g->m - row, FS_GEMM_ROWS);
     /* Row r of op(A) starts at a + r * lda, or, stored transposed, at a + r. */
-    const float *a = g->trans_a ? g->a + row : g->a + row * g->lda;
+    const float *a = (const float *)g->a + (g->trans_a ? row : row * g->lda);
     sgemm_fn sgemm = atomic_load_explicit(&loaded_sgemm, memory_order_acquire);
     sgemm(CBLAS_ROW_MAJOR, g->trans_a ? CBLAS_TRANS : CBLAS_NO_TRANS,
           g->trans_b ? CBLAS_TRANS : CBLAS_NO_TRANS, (int)rows, (int)g->n, (int)g->k, 1.0f, a,
-          (int)g->lda, g->b, (int)g->ldb, g->beta, g->c + row * g->ldc, (int)g->ldc);
+          (int)g->lda, g->b, (int)g->ldb, g->beta, (float *)g->c + row * g->ldc, (int)g->ldc);
 }
 
 /* An empty sum: C = beta C. Some libraries return early without touching C. */
@@ -111,7 +111,7 @@ gemm_without_terms(const fs_gemm *g)
 {
     if (g->beta == 0.0f) {
         for (size_t row = 0; row < g->m; row++) {
-            memset(g->c + row * g->ldc, 0, g->n * sizeof(float));
+            memset((float *)g->c + row * g->ldc, 0, g->n * sizeof(float));
         }
     }
 }

@@ -346,29 +346,11 @@ source_of(const fs_shards *shards, int r, uint64_t k, const fs_seg *seg)
            at * fs_dtype_nbytes(shards->policy.precision.reduce);
 }
 
-/* A segment's sum is not finite: finds the rank that produced it while its slot still stands. */
-static void
-blame(fs_shards *shards, const fs_seg *seg, size_t n)
-{
-    const fs_exec *exec = shards->exec;
-    if (shards->bad_param >= 0 && shards->bad_param <= seg->param) {
-        return;
-    }
-    shards->bad_param = seg->param;
-    shards->bad_rank = -1; /* every source is finite: the sum itself overflowed */
-    for (int r = shards->size - 1; r >= 0; r--) {
-        const void *source = shards->sources[r];
-        if (source != NULL &&
-            exec->device->find_nonfinite(exec, source, shards->policy.precision.reduce, n) < n) {
-            shards->bad_rank = r;
-        }
-    }
-}
-
 static void
 sum_segment(fs_shards *shards, uint64_t k, const fs_seg *seg)
 {
     const fs_precision *precision = &shards->policy.precision;
+    fs_sums found = {.bad_source = -1};
     size_t n = seg->end - seg->begin;
     size_t sources_n = 0;
     for (int r = 0; r < shards->size; r++) {
@@ -388,13 +370,15 @@ sum_segment(fs_shards *shards, uint64_t k, const fs_seg *seg)
         .acc_dtype = precision->accumulate,
         .accumulate = shards->had[seg->param] != 0,
         .n = n,
+        .found = &found,
     };
     shards->exec->device->sum(shards->exec, &sum);
     if (seg->cut == shards->rank) {
-        shards->sumsq[seg - shards->layout->segs] = sum.sumsq;
-        shards->absmax[seg - shards->layout->segs] = sum.absmax;
-        if (!sum.finite) {
-            blame(shards, seg, n);
+        shards->sumsq[seg - shards->layout->segs] = found.sumsq;
+        shards->absmax[seg - shards->layout->segs] = found.absmax;
+        if (!found.finite && (shards->bad_param < 0 || shards->bad_param > seg->param)) {
+            shards->bad_param = seg->param;
+            shards->bad_rank = (int)found.bad_source; /* sources are ranks */
         }
     }
 }

@@ -77,7 +77,9 @@ fs_grad_replaced(fs_shards *shards, int param)
             continue;
         }
         const void *nothing[1] = {NULL}; /* adds nothing; norm and finiteness come anew */
+        fs_sums found = {.bad_source = -1};
         fs_sum sum = {
+            .found = &found,
             .src = nothing,
             .src_n = 1,
             .src_dtype = dtype,
@@ -88,9 +90,9 @@ fs_grad_replaced(fs_shards *shards, int param)
             .n = s.seg->end - s.seg->begin,
         };
         exec->device->sum(exec, &sum);
-        shards->sumsq[s.seg - layout->segs] = sum.sumsq;
-        shards->absmax[s.seg - layout->segs] = sum.absmax;
-        if (!sum.finite && (shards->bad_param < 0 || shards->bad_param > param)) {
+        shards->sumsq[s.seg - layout->segs] = found.sumsq;
+        shards->absmax[s.seg - layout->segs] = found.absmax;
+        if (!found.finite && (shards->bad_param < 0 || shards->bad_param > param)) {
             shards->bad_param = param;
             shards->bad_rank = shards->rank;
         }

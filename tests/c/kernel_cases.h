@@ -167,17 +167,36 @@ sum_case(const fs_exec *exec, fs_dtype acc_dtype, fs_dtype src_dtype, size_t src
         owned[r] = array(src_dtype, n, 100 + r);
         src[r] = src_n > 2 && r == 1 ? NULL : owned[r];
     }
-    fs_sum sum = {.src = src, .src_n = src_n, .src_dtype = src_dtype, .acc = array(acc_dtype, n, 7),
+    fs_sums found = {.bad_source = -1}, again;
+    fs_sum sum = {.found = &found, .src = src, .src_n = src_n, .src_dtype = src_dtype,
+                  .acc = array(acc_dtype, n, 7),
                   .acc_dtype = acc_dtype, .accumulate = accumulate, .n = n};
     exec->device->sum(exec, &sum);
     uint64_t hash = hash_array(HASH_START, sum.acc, acc_dtype, n);
-    hash = hash_array(hash, &sum.sumsq, FS_F64, 1);
-    hash = hash_array(hash, &sum.absmax, FS_F64, 1);
-    double again = exec->device->sumsq(exec, sum.acc, acc_dtype, n);
-    CHECK(again == sum.sumsq || (again != again && sum.sumsq != sum.sumsq), "sum %a, sumsq %a",
-          sum.sumsq, again);
-    size_t bad = exec->device->find_nonfinite(exec, sum.acc, acc_dtype, n);
-    CHECK(sum.finite == (bad == n), "finite %d, first bad %zu of %zu", sum.finite, bad, n);
+    hash = hash_array(hash, &found.sumsq, FS_F64, 1);
+    hash = hash_array(hash, &found.absmax, FS_F64, 1);
+    exec->device->sumsq(exec, sum.acc, acc_dtype, n, &again);
+    CHECK(again.sumsq == found.sumsq ||
+              (again.sumsq != again.sumsq && found.sumsq != found.sumsq),
+          "sum %a, sumsq %a", found.sumsq, again.sumsq);
+    CHECK(again.absmax == found.absmax ||
+              (again.absmax != again.absmax && found.absmax != found.absmax),
+          "largest of the sum %a, of it again %a", found.absmax, again.absmax);
+    uint64_t bad = n, first;
+    exec->device->find_nonfinite(exec, sum.acc, acc_dtype, n, &bad);
+    CHECK(found.finite == (bad == n) && again.finite == found.finite,
+          "finite %d and %d, first bad %llu of %zu", (int)found.finite, (int)again.finite,
+          (unsigned long long)bad, n);
+    int64_t source = -1;
+    for (size_t r = src_n; r-- > 0 && found.finite == 0;) {
+        first = n;
+        if (src[r] != NULL) {
+            exec->device->find_nonfinite(exec, src[r], src_dtype, n, &first);
+        }
+        source = first < n ? (int64_t)r : source;
+    }
+    CHECK(found.bad_source == source, "blames source %lld, not %lld",
+          (long long)found.bad_source, (long long)source);
     for (size_t r = 0; r < src_n; r++) {
         free(owned[r]);
     }
@@ -421,9 +440,10 @@ test_find_nonfinite(const fs_exec *exec)
                                 : dtypes[d] == FS_F16 ? 0x7c00u
                                                       : 0x7f80u;
             memcpy(x + places[p] * nbytes, &infinity, nbytes);
-            size_t found = exec->device->find_nonfinite(exec, x, dtypes[d], 70001);
-            CHECK(found == places[p], "%s: found %zu, not %zu", fs_dtype_name(dtypes[d]), found,
-                  places[p]);
+            uint64_t found = 0;
+            exec->device->find_nonfinite(exec, x, dtypes[d], 70001, &found);
+            CHECK(found == places[p], "%s: found %llu, not %zu", fs_dtype_name(dtypes[d]),
+                  (unsigned long long)found, places[p]);
             free(x);
         }
     }

@@ -80,10 +80,10 @@ staged_join(const fs_exec *exec, void *dst, fs_dtype dst_dtype, const uint16_t *
 }
 
 /* Runs a sum, or a sum of squares: sum->acc is NULL, and there is one source. */
-static fs_cuda_sums
+static fs_sums
 staged_sums(const fs_sum *sum)
 {
-    fs_cuda_sums result;
+    fs_sums result;
     void *src[8], *scratch = NULL, *found = NULL;
     size_t n = sum->n, scratch_nbytes = fs_cuda_sum_scratch_nbytes(n);
     size_t src_nbytes = n * fs_dtype_nbytes(sum->src_dtype);
@@ -93,14 +93,15 @@ staged_sums(const fs_sum *sum)
         src[r] = put(sum->src[r], src_nbytes);
     }
     CHECK_OK(fs_cuda_memory_open(scratch_nbytes, &scratch));
-    CHECK_OK(fs_cuda_memory_open(sizeof result, &found));
+    found = put(sum->found, sizeof result);
     if (sum->acc == NULL) {
         CHECK_OK(fs_cuda_sumsq(stream, src[0], sum->src_dtype, n, found, scratch, scratch_nbytes));
     } else {
         fs_sum there = *sum;
         there.src = (const void *const *)src;
         there.acc = put(sum->acc, acc_nbytes);
-        CHECK_OK(fs_cuda_sum(stream, &there, found, scratch, scratch_nbytes));
+        there.found = found;
+        CHECK_OK(fs_cuda_sum(stream, &there, scratch, scratch_nbytes));
         take(sum->acc, there.acc, acc_nbytes);
     }
     for (size_t r = 0; r < sum->src_n; r++) {
@@ -112,35 +113,30 @@ staged_sums(const fs_sum *sum)
 }
 
 static void
-staged_sum(const fs_exec *exec, fs_sum *sum)
+staged_sum(const fs_exec *exec, const fs_sum *sum)
 {
     (void)exec;
-    fs_cuda_sums result = staged_sums(sum);
-    sum->sumsq = result.sumsq;
-    sum->absmax = result.absmax;
-    sum->finite = result.finite == 1;
-    CHECK(result.finite <= 1, "finite is %llu", (unsigned long long)result.finite);
+    *sum->found = staged_sums(sum);
 }
 
-static double
-staged_sumsq(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n)
+static void
+staged_sumsq(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n, fs_sums *out)
 {
     (void)exec;
-    fs_sum sum = {.src = &x, .src_n = 1, .src_dtype = dtype, .acc_dtype = FS_F32, .n = n};
-    return staged_sums(&sum).sumsq;
+    fs_sum sum = {.src = &x, .src_n = 1, .src_dtype = dtype, .acc_dtype = FS_F32, .n = n,
+                  .found = out};
+    *out = staged_sums(&sum);
 }
 
-static size_t
-staged_find_nonfinite(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n)
+static void
+staged_find_nonfinite(const fs_exec *exec, const void *x, fs_dtype dtype, size_t n, uint64_t *out)
 {
     (void)exec;
-    uint64_t index = 0;
     void *found = NULL, *in = put(x, n * fs_dtype_nbytes(dtype));
-    CHECK_OK(fs_cuda_memory_open(sizeof index, &found));
+    CHECK_OK(fs_cuda_memory_open(sizeof *out, &found));
     CHECK_OK(fs_cuda_find_nonfinite(stream, in, dtype, n, found));
     take(NULL, in, n * fs_dtype_nbytes(dtype));
-    take(&index, found, sizeof index);
-    return index;
+    take(out, found, sizeof *out);
 }
 
 static void
@@ -202,7 +198,7 @@ static void
 test_refusals(void)
 {
     float x[4] = {0};
-    fs_cuda_sums result;
+    fs_sums result;
     fs_sum many = {.src_n = FS_CUDA_SOURCES_MAX + 1, .src_dtype = FS_F32, .acc_dtype = FS_F32};
     fs_update u = {.hyper = {.rule = FS_RULE_ADAMW}, .grad = x, .weight = x, .n = 4};
     fs_update split = {.hyper = {.rule = FS_RULE_SGD}, .grad = x, .weight = x, .n = 4,
@@ -211,7 +207,7 @@ test_refusals(void)
     CHECK_STATUS(fs_cuda_convert(stream, x, FS_I32, x, FS_F32, 1), FS_ETYPE);
     CHECK_STATUS(fs_cuda_convert(stream, x, FS_F32, x, FS_F64, SIZE_MAX / 4), FS_EINVAL);
     CHECK_STATUS(fs_cuda_combine(stream, 9, FS_F32, x, x, 1), FS_EINVAL);
-    CHECK_STATUS(fs_cuda_sum(stream, &many, &result, NULL, 0), FS_EUNSUPPORTED);
+    CHECK_STATUS(fs_cuda_sum(stream, &many, NULL, 0), FS_EUNSUPPORTED);
     CHECK_STATUS(fs_cuda_sumsq(stream, x, FS_F32, 1025, &result, x, 16), FS_EINVAL);
     CHECK_STATUS(fs_cuda_update(stream, &u), FS_EINVAL); /* no moments */
     u.hyper.rule = FS_RULE_COUNT;

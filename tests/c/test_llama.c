@@ -20,14 +20,16 @@ static void
 plain_gemm(const fs_exec *exec, const fs_gemm *g)
 {
     (void)exec;
+    const float *a = g->a, *b = g->b;
+    float *c = g->c;
     for (size_t i = 0; i < g->m; i++) {
         for (size_t j = 0; j < g->n; j++) {
-            float sum = g->beta == 0.0f ? 0.0f : g->c[i * g->ldc + j];
+            float sum = g->beta == 0.0f ? 0.0f : c[i * g->ldc + j];
             for (size_t k = 0; k < g->k; k++) {
-                sum += g->a[g->trans_a ? k * g->lda + i : i * g->lda + k] *
-                       g->b[g->trans_b ? j * g->ldb + k : k * g->ldb + j];
+                sum += a[g->trans_a ? k * g->lda + i : i * g->lda + k] *
+                       b[g->trans_b ? j * g->ldb + k : k * g->ldb + j];
             }
-            g->c[i * g->ldc + j] = sum;
+            c[i * g->ldc + j] = sum;
         }
     }
 }
