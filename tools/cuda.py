@@ -19,7 +19,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = sorted(ROOT.glob("csrc/cuda/*.cu"))
 #: What csrc/cuda uses of the rest, compiled by the C compiler.
-C_SOURCES = [ROOT / "csrc/base" / name for name in ("status.c", "dtype.c")]
+C_SOURCES = [ROOT / "csrc/base" / name for name in ("status.c", "dtype.c", "env.c", "library.c")]
 #: Element arithmetic must give the CPU's bits: no contraction, no flush, no approximation.
 ARITHMETIC = ["--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"]
 FLAGS = ["-O3", "-std=c++17", "-Werror", "all-warnings", "-Xcompiler", "-fPIC,-Wall,-Wextra"]

@@ -136,6 +136,8 @@ cudaError_t cudaFreeHost(void *memory);
 cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t nbytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void *dst, int byte, size_t nbytes, cudaStream_t stream);
+cudaError_t cudaMemset2DAsync(void *dst, size_t pitch, int byte, size_t width, size_t height,
+                              cudaStream_t stream);
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
@@ -170,6 +172,11 @@ struct fs_sim_ranges {
 void fs_sim_enqueue_kernel(const char *name, dim3 grid, dim3 block, size_t shared_nbytes,
                            cudaStream_t stream, const fs_sim_ranges &ranges,
                            std::function<void()> thread);
+
+/* An operation of a library beside the runtime, as cuBLAS is: run is called when its turn comes.
+ * What it touches must be device memory, or pinned. */
+void fs_sim_enqueue_call(const char *name, cudaStream_t stream, const fs_sim_ranges &ranges,
+                         std::function<void()> run);
 
 /* Arguments are copied at the call, as a launch does. */
 template <typename... P, typename... A>

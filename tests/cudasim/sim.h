@@ -41,7 +41,11 @@ const char *fs_sim_latest_race(void);
 /* The driver that fs_sim reports: 0 none, 12000 too old, 13000 right. */
 void fs_sim_set_driver(int version);
 
-/* Kernels given since the reset. */
+/* The major version that cuBLAS reports; 13 at first. And its handles that are open. */
+void fs_sim_set_cublas_version(int major);
+size_t fs_sim_cublas_handles(void);
+
+/* Kernels and products given since the reset. */
 size_t fs_sim_kernels(void);
 
 #ifdef __cplusplus
