@@ -61,14 +61,16 @@ job_create(PyObject *Py_UNUSED(module), PyObject *arg)
 static PyObject *
 job_join(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"rank",    "size",    "name",    "folder",
+    static char *names[] = {"rank",    "size",    "name",    "parent", "folder",
                             "data_fd", "lock_fd", "timeout", NULL};
     fs_join join = {.interrupted = fs_py_check_signals};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iisziid:job_join", names, &join.rank,
-                                     &join.size, &join.name, &join.folder, &join.data_fd,
+    long long parent;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iisLziid:job_join", names, &join.rank,
+                                     &join.size, &join.name, &parent, &join.folder, &join.data_fd,
                                      &join.lock_fd, &join.timeout_s)) {
         return NULL;
     }
+    join.parent = parent;
     fs_job *job = NULL;
     fs_status st;
     FS_CALL(NULL, st, fs_job_join(&join, &job));
@@ -297,7 +299,7 @@ static PyMethodDef functions[] = {
     {"job_create", job_create, METH_O,
      "job_create($module, size, /)\n--\n\nThe state of a job of processes, for a launcher."},
     {"job_join", KEYWORDS(job_join), METH_VARARGS | METH_KEYWORDS,
-     "job_join($module, /, rank, size, name, folder, data_fd, lock_fd, timeout)\n--\n\n"
+     "job_join($module, /, rank, size, name, parent, folder, data_fd, lock_fd, timeout)\n--\n\n"
      "Joins a job of processes of this host."},
     {NULL, NULL, 0, NULL},
 };

@@ -68,6 +68,9 @@ typedef bool (*fs_interrupted)(void *ctx);
 typedef struct fs_join {
     int rank, size;
     const char *name;   /* unique per job, user and restart: equal on all ranks, on no other job */
+    /* Of ranks that somebody started by hand: the process that started this one. Ranks of one
+     * parent are brought together before others of the same name; 0: the name is no other job's. */
+    int64_t parent;
     const char *folder; /* where a socket may be made in a private folder; NULL: nowhere */
     /* Descriptors that a launcher made with fs_job_create and this process inherited: taken over,
      * on failure too; -1: none, ask rank 0 through a socket. */

@@ -4,7 +4,12 @@
  * come after a second, a socket in a private folder (which crosses network namespaces). Both ends
  * check that the other belongs to the same user. Nothing here leaves a file behind, even when it is
  * killed, except a socket in the folder in its first seconds. These waits come before there is a
- * world to wait in: they look at the deadline and at Ctrl-C themselves. */
+ * world to wait in: they look at the deadline and at Ctrl-C themselves.
+ *
+ * Two jobs that somebody starts by hand at one moment on one port have one name, and the name alone
+ * would mix their ranks. Rank 0 therefore takes ranks of its own parent process at once, and others
+ * only when none of its own has come for that rank in some time, and never once it has seen the
+ * rank 0 of the other job. Who is put off asks again, and finds the rank 0 of its own job next. */
 #define _GNU_SOURCE
 #include "shared.h"
 
@@ -91,15 +96,29 @@ typedef struct hello {
     uint32_t magic, layout;
     uint64_t name[2];
     int32_t size, rank;
+    int64_t parent;
 } hello;
 
-typedef enum verdict { VERDICT_WELCOME = 1, VERDICT_TAKEN, VERDICT_SIZE, VERDICT_OTHER } verdict;
+typedef enum verdict {
+    VERDICT_WELCOME = 1,
+    VERDICT_TAKEN,
+    VERDICT_SIZE,
+    VERDICT_OTHER,
+    VERDICT_LATER
+} verdict;
 
 typedef struct reply {
     uint32_t magic;
     int32_t verdict, size;
     uint64_t nonce;
 } reply;
+
+static hello
+greeting_of(const fs_join *join, const uint64_t name[2])
+{
+    return (hello){HELLO_MAGIC, FS_JOB_LAYOUT, {name[0], name[1]}, join->size, join->rank,
+                   join->parent};
+}
 
 /* A peer that says nothing does not hold up the others for longer than this. */
 static void
@@ -240,46 +259,107 @@ listen_at(const address *where)
     return fd;
 }
 
+/* What rank 0 knows while it hands the descriptors out. */
+typedef struct server {
+    const fs_job *job;
+    const fs_join *join;
+    uint64_t name[2];
+    bool *came;          /* by rank */
+    int64_t stranger_ns; /* when a rank of another parent asked first; 0: none has */
+    int64_t rival;       /* process that is rank 0 of another job of this name; 0: none was seen */
+} server;
+
+#define STRANGER_NS 2000000000 /* how long ranks of another parent are put off */
+
+static bool
+stranger(const server *serves, const hello *said)
+{
+    return said->parent != 0 && serves->join->parent != 0 && said->parent != serves->join->parent;
+}
+
+/* May a rank of another parent come in now? */
+static bool
+put_off(server *serves)
+{
+    int64_t now = fs_now_ns();
+    if (serves->stranger_ns == 0) {
+        serves->stranger_ns = now;
+    }
+    double seconds = STRANGER_NS * 1e-9;
+    seconds = seconds < serves->join->timeout_s / 2 ? seconds : serves->join->timeout_s / 2;
+    return serves->rival != 0 || (double)(now - serves->stranger_ns) * 1e-9 < seconds;
+}
+
+static int64_t
+pid_of_peer(int fd)
+{
+    struct ucred peer = {0};
+    socklen_t nbytes = sizeof peer;
+    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &nbytes) == 0 ? peer.pid : 0;
+}
+
+static verdict
+judge(server *serves, const hello *said, int64_t pid)
+{
+    const fs_job *job = serves->job;
+    if (said->layout != FS_JOB_LAYOUT || memcmp(said->name, serves->name, sizeof said->name) != 0) {
+        return VERDICT_OTHER;
+    }
+    if (said->rank == 0 && stranger(serves, said)) {
+        serves->rival = pid;
+        return VERDICT_LATER;
+    }
+    if (said->size != job->size || said->rank <= 0 || said->rank >= job->size) {
+        return VERDICT_SIZE;
+    }
+    if (serves->came[said->rank]) {
+        return VERDICT_TAKEN;
+    }
+    return stranger(serves, said) && put_off(serves) ? VERDICT_LATER : VERDICT_WELCOME;
+}
+
 /* Answers one caller; true if a rank that was missing got its descriptors. */
 static bool
-answer(int fd, const fs_job *job, const uint64_t name[2], bool *came)
+answer(int fd, server *serves)
 {
+    const fs_job *job = serves->job;
     hello said;
     limit_silence(fd);
     if (!same_user(fd) || !receive_all(fd, &said, sizeof said) || said.magic != HELLO_MAGIC) {
         return false;
     }
-    reply back = {HELLO_MAGIC, VERDICT_WELCOME, job->size, job->page->nonce};
-    if (said.layout != FS_JOB_LAYOUT || said.name[0] != name[0] || said.name[1] != name[1]) {
-        back.verdict = VERDICT_OTHER;
-    } else if (said.size != job->size || said.rank <= 0 || said.rank >= job->size) {
-        back.verdict = VERDICT_SIZE;
-    } else if (came[said.rank]) {
-        back.verdict = VERDICT_TAKEN;
-    }
+    reply back = {HELLO_MAGIC, judge(serves, &said, pid_of_peer(fd)), job->size, job->page->nonce};
     const int files[2] = {job->data_fd, job->lock_fd};
     if (!send_all(fd, &back, sizeof back) || back.verdict != VERDICT_WELCOME ||
         !send_files(fd, files)) {
         return false;
     }
-    came[said.rank] = true;
+    serves->came[said.rank] = true;
     return true;
 }
 
+#define OWN_NAME \
+    "give each job an address and port (MASTER_ADDR, MASTER_PORT) or run id of its own"
+
 static fs_status
-say_missing(const bool *came, int size, const fs_join *join)
+say_missing(const server *serves)
 {
-    char missing[256] = "";
+    const fs_join *join = serves->join;
+    char missing[256] = "", other[224] = "";
     size_t at = 0;
-    for (int r = 1; r < size && at < sizeof missing - 16; r++) {
-        if (!came[r]) {
+    for (int r = 1; r < join->size && at < sizeof missing - 16; r++) {
+        if (!serves->came[r]) {
             at += (size_t)snprintf(missing + at, sizeof missing - at, "%s%d", at ? ", " : "", r);
         }
     }
+    if (serves->rival != 0) {
+        (void)snprintf(other, sizeof other, ". Another job began under the same name, its rank 0 "
+                       "is process %lld: " OWN_NAME, (long long)serves->rival);
+    }
     return FS_FAIL(FS_ABORTED,
                    "rank(s) %s of %d did not come within %.1f s (job %s). Are they on this "
-                   "host, started, and of the same user?",
-                   missing, size, join->timeout_s, join->name);
+                   "host, started, and of the same user?%s",
+                   missing, join->size, join->timeout_s, join->name, other);
 }
 
 #define FOLDER_AFTER_NS 1000000000 /* the second address, when somebody has not come by then */
@@ -293,22 +373,20 @@ stop_waiting(const fs_join *join)
 }
 
 /* Is it a rank 0 like us that listens there? Its process; 0: nobody, or a stranger. */
-static pid_t
+static int64_t
 find_rank_0(const address *where, const fs_join *join, const uint64_t name[2])
 {
-    hello mine = {HELLO_MAGIC, FS_JOB_LAYOUT, {name[0], name[1]}, join->size, join->rank};
-    struct ucred peer = {0};
-    socklen_t nbytes = sizeof peer;
+    hello mine = greeting_of(join, name);
     reply back;
     int fd = connect_to(where);
     if (fd < 0) {
         return 0;
     }
     bool known = send_all(fd, &mine, sizeof mine) && receive_all(fd, &back, sizeof back) &&
-                 back.magic == HELLO_MAGIC &&
-                 getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &nbytes) == 0;
+                 back.magic == HELLO_MAGIC;
+    int64_t pid = known ? pid_of_peer(fd) : 0;
     (void)close(fd);
-    return known ? peer.pid : 0;
+    return pid;
 }
 
 /* The address of this job, *out_fd -1 when a stranger has taken it. A rank 0 of the same name that
@@ -323,7 +401,7 @@ take_name(const address *where, const fs_join *join, const uint64_t name[2], int
         if (*out_fd >= 0 || errno != EADDRINUSE) {
             return FS_OK;
         }
-        pid_t pid = find_rank_0(where, join, name);
+        int64_t pid = find_rank_0(where, join, name);
         if (pid == 0) {
             return FS_OK;
         }
@@ -331,8 +409,7 @@ take_name(const address *where, const fs_join *join, const uint64_t name[2], int
             errno = EADDRINUSE;
             return FS_FAIL_ERRNO(
                 "another job of this user begins under the same name (job %s): its rank 0 is "
-                "process %lld. Give each job an address and port (MASTER_ADDR, MASTER_PORT) or run "
-                "id of its own",
+                "process %lld; " OWN_NAME,
                 join->name, (long long)pid);
         }
         if (stop_waiting(join)) {
@@ -346,11 +423,12 @@ take_name(const address *where, const fs_join *join, const uint64_t name[2], int
 fs_status
 fs_rendezvous_serve(const fs_job *job, const fs_join *join, bool *came)
 {
-    uint64_t name[2];
-    hash_name(join->name, name);
-    address first = abstract_address(name), second = folder_address(join->folder, name);
+    server serves = {.job = job, .join = join, .came = came};
+    hash_name(join->name, serves.name);
+    address first = abstract_address(serves.name);
+    address second = folder_address(join->folder, serves.name);
     int listeners[2] = {-1, -1};
-    FS_TRY(take_name(&first, join, name, &listeners[0]));
+    FS_TRY(take_name(&first, join, serves.name, &listeners[0]));
     bool tried_folder = false;
     int64_t start = fs_now_ns();
     fs_status st = FS_OK;
@@ -376,12 +454,12 @@ fs_rendezvous_serve(const fs_job *job, const fs_join *join, bool *came)
         for (int i = 0; i < 2; i++) {
             int fd = listeners[i] >= 0 ? accept4(listeners[i], NULL, NULL, SOCK_CLOEXEC) : -1;
             if (fd >= 0) {
-                missing -= answer(fd, job, name, came) ? 1 : 0;
+                missing -= answer(fd, &serves) ? 1 : 0;
                 (void)close(fd);
             }
         }
         if (missing > 0 && (double)(fs_now_ns() - start) * 1e-9 > join->timeout_s) {
-            st = say_missing(came, job->size, join);
+            st = say_missing(&serves);
         } else if (missing > 0 && stop_waiting(join)) {
             st = FS_FAIL(FS_ABORTED, "interrupted while waiting for the other ranks");
         }
@@ -404,7 +482,7 @@ fs_rendezvous_serve(const fs_job *job, const fs_join *join, bool *came)
 static fs_status
 ask_over(int fd, fs_job *job, const fs_join *join, const uint64_t name[2], uint64_t *out_nonce)
 {
-    hello mine = {HELLO_MAGIC, FS_JOB_LAYOUT, {name[0], name[1]}, join->size, join->rank};
+    hello mine = greeting_of(join, name);
     reply back;
     int files[2];
     fs_status st = FS_OK;
@@ -421,7 +499,8 @@ ask_over(int fd, fs_job *job, const fs_join *join, const uint64_t name[2], uint6
             st = FS_FAIL(FS_ESTATE, "rank %d runs another version of flatshard than rank 0",
                          join->rank);
         }
-        /* TAKEN: rank 0 still serves the job that this process has left: ask again. */
+        /* TAKEN: rank 0 still serves the job that this process has left; LATER: perhaps it is
+         * rank 0 of another job: ask again. */
     }
     return st;
 }

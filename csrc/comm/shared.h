@@ -130,7 +130,7 @@ typedef struct fs_log_page {
 } fs_log_page;
 
 #define FS_JOB_MAGIC 0x626f6a6472616873u /* "shardjob" */
-#define FS_JOB_LAYOUT 2u                 /* changes when these structs do */
+#define FS_JOB_LAYOUT 3u                 /* changes when these structs do */
 
 typedef struct fs_job_page {
     uint64_t magic;

@@ -26,6 +26,9 @@ class Place:
         Who started it, for messages.
     files : tuple of int or None
         Descriptors of the job's shared state, when the launcher handed them down.
+    parent : int
+        The process that started this one, where somebody sets the variables by hand, and the name
+        may be that of another job as well; else 0.
     """
 
     rank: int
@@ -35,6 +38,7 @@ class Place:
     name: str
     launcher: str
     files: tuple[int, int] | None = None
+    parent: int = 0
 
 
 def _number(environment: Mapping[str, str], name: str, launcher: str) -> int:
@@ -98,6 +102,8 @@ def _torchrun(environment: Mapping[str, str]) -> Place:
         local_size=_number(local, "LOCAL_WORLD_SIZE", launcher),
         name=f"{address}:{port}/{run}/{restart}/{size}",
         launcher=launcher,
+        # torchrun itself listens on the port: no second one has it.
+        parent=0 if "TORCHELASTIC_RUN_ID" in environment else os.getppid(),
     )
 
 

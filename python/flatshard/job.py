@@ -150,6 +150,7 @@ def _join(place: _start.Place, timeout: float) -> _core.Job:
         rank=place.rank,
         size=place.size,
         name=f"{os.getuid()}/{place.name}/{_Process.worlds}",
+        parent=place.parent,
         folder=_start.socket_folder(),
         data_fd=files[0],
         lock_fd=files[1],

@@ -1,11 +1,14 @@
 """Who started us: the environments of launchers, the logger, unknown variables."""
 
+import contextlib
 import logging
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import ranks
@@ -54,6 +57,9 @@ def test_places() -> None:
     torchrun = _start.find_place(TORCHRUN)
     assert (torchrun.rank, torchrun.size, torchrun.local_rank) == (1, 4, 1)
     assert torchrun.name == "localhost:29500/none/2/4" and torchrun.files is None
+    assert torchrun.parent == 0
+    by_hand = {k: v for k, v in TORCHRUN.items() if not k.startswith("TORCHELASTIC_")}
+    assert _start.find_place(by_hand).parent == os.getppid()
     mpi = _start.find_place(OPEN_MPI)
     assert (mpi.rank, mpi.size) == (2, 3) and "prterun-host-1@1" in mpi.name
     slurm = _start.find_place(SLURM)
@@ -185,6 +191,99 @@ def abstract_name(name: str) -> bytes:
         first = (first ^ byte) * prime & mask
         second = ((second ^ byte) * prime + 0x9E3779B97F4A7C15) & mask
     return f"\0flatshard-{os.getuid()}-{first:016x}{second:016x}".encode()
+
+
+JOINING = """
+import os, pathlib, time
+from flatshard import init
+job, rank = os.environ["JOB"], os.environ["RANK"]
+pathlib.Path(f"ready-{job}{rank}").touch()
+while not os.path.exists(f"go-{job}{rank}"):
+    time.sleep(0.002)
+with init(timeout=50) as world:
+    names = world.all_gather(ord(job))
+pathlib.Path(f"met-{job}{rank}.part").write_text("".join(chr(int(name)) for name in names))
+os.rename(f"met-{job}{rank}.part", f"met-{job}{rank}")
+"""
+
+
+class ByHand:
+    """Ranks that a shell starts in the background, as somebody would by hand."""
+
+    def __init__(self, folder: pathlib.Path, port: int) -> None:
+        self.folder, self.port = folder, port
+        self.shells: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "ByHand":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for shell in self.shells:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+
+    def shell(self, job: str, *of: int) -> None:
+        """Starts these ranks of a job of two, all by one shell; they wait for go."""
+        lines = [f'RANK={rank} LOCAL_RANK={rank} "$0" -c "$1" &' for rank in of]
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        self.shells.append(
+            subprocess.Popen(
+                ["sh", "-c", "\n".join([*lines, "wait"]), sys.executable, JOINING],
+                env=ranks.environment(**common, MASTER_PORT=str(self.port), JOB=job),
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        )
+        for rank in of:
+            self.until(f"ready-{job}{rank}")
+
+    def go(self, rank: str) -> None:
+        (self.folder / f"go-{rank}").touch()
+
+    def until(self, name: str) -> None:
+        deadline = time.monotonic() + ranks.DEADLINE_S
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline, f"no {name}"
+            time.sleep(0.005)
+
+    def until_heard(self) -> None:
+        """Until a rank 0 listens under the name."""
+        name = abstract_name(f"{os.getuid()}/127.0.0.1:{self.port}/none/0/2/0")
+        wanted = name.replace(b"\0", b"@")
+        deadline = time.monotonic() + ranks.DEADLINE_S
+        while wanted not in pathlib.Path("/proc/net/unix").read_bytes():
+            assert time.monotonic() < deadline, "rank 0 does not listen"
+            time.sleep(0.005)
+
+    def met(self, rank: str) -> str:
+        """The jobs of those that a rank met."""
+        self.until(f"met-{rank}")
+        return (self.folder / f"met-{rank}").read_text()
+
+
+def test_two_jobs_by_hand_on_one_port_do_not_mix(tmp_path: pathlib.Path) -> None:
+    """A rank of the second job asks the first one's rank 0 before that one's own does."""
+    with ByHand(tmp_path, ranks.free_port()) as all_ranks:
+        all_ranks.shell("a", 0, 1)
+        all_ranks.shell("b", 0, 1)
+        all_ranks.go("a0")
+        all_ranks.until_heard()
+        all_ranks.go("b1")
+        time.sleep(0.2)  # it asks
+        all_ranks.go("b0")
+        time.sleep(0.2)
+        all_ranks.go("a1")
+        met = {rank: all_ranks.met(rank) for rank in ("a0", "a1", "b0", "b1")}
+    assert met == {"a0": "aa", "a1": "aa", "b0": "bb", "b1": "bb"}
+
+
+def test_ranks_of_two_shells_find_each_other(tmp_path: pathlib.Path) -> None:
+    with ByHand(tmp_path, ranks.free_port()) as all_ranks:
+        for rank in (0, 1):
+            all_ranks.shell("a", rank)
+            all_ranks.go(f"a{rank}")
+        assert [all_ranks.met("a0"), all_ranks.met("a1")] == ["aa", "aa"]
 
 
 # ---- logger -------------------------------------------------------------------------------------

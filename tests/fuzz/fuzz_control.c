@@ -28,23 +28,28 @@ static void
 greeting(const uint8_t *data, size_t nbytes)
 {
     int sockets[2];
-    uint64_t name[2];
+    const fs_join join = {.name = JOB_NAME, .size = RANKS, .parent = 5, .timeout_s = 10.0};
+    server serves = {.join = &join};
+    const uint64_t *name = serves.name;
     fs_job *job;
     bool *came = calloc(RANKS, sizeof *came); /* of exactly this size */
     PROMISE(came != NULL && fs_job_threads(RANKS, &job) == FS_OK);
     job->data_fd = job->lock_fd = 0; /* something to hand over */
-    hash_name(JOB_NAME, name);
-    hello first = {HELLO_MAGIC, FS_JOB_LAYOUT, {name[0], name[1]}, RANKS, 1};
+    serves.job = job;
+    serves.came = came;
+    hash_name(JOB_NAME, serves.name);
+    hello first = {HELLO_MAGIC, FS_JOB_LAYOUT, {name[0], name[1]}, RANKS, 1, 5};
     for (size_t i = 0; i < nbytes && i < sizeof first; i++) {
         ((unsigned char *)&first)[i] ^= data[i]; /* zeros: as it should be */
     }
     size_t cut = nbytes > sizeof first ? data[sizeof first] % (sizeof first + 1) : 0;
     peer_says(sockets, (const uint8_t *)&first, sizeof first - cut);
     PROMISE(shutdown(sockets[1], SHUT_WR) == 0);
-    bool welcome = answer(sockets[0], job, name, came);
-    bool right = cut == 0 && first.magic == HELLO_MAGIC &&
-                 first.layout == FS_JOB_LAYOUT && memcmp(first.name, name, sizeof name) == 0 &&
-                 first.size == RANKS && first.rank >= 1 && first.rank < RANKS;
+    bool welcome = answer(sockets[0], &serves);
+    bool right = cut == 0 && first.magic == HELLO_MAGIC && first.layout == FS_JOB_LAYOUT &&
+                 memcmp(first.name, name, sizeof first.name) == 0 &&
+                 first.size == RANKS && first.rank >= 1 && first.rank < RANKS &&
+                 (first.parent == 5 || first.parent == 0);
     PROMISE(welcome == right);
     for (int r = 0; r < RANKS; r++) {
         PROMISE(came[r] == (right && r == first.rank));
