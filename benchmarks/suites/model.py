@@ -150,23 +150,25 @@ class Step:
         vocab, rows = self.config.vocab_size, min(SLICE, self.rows)
         targets = np.arange(rows, dtype=np.int32) % vocab
         for _ in range(self.slices):
-            self.run("xent", rows=rows, vocab=vocab, logits=self.floats("logits", rows, vocab),
-                     targets=targets, scale=1.0, grad=True, loss=np.empty(rows))  # fmt: skip
+            logits = self.floats("logits", rows, vocab)
+            self.run("xent", rows=rows, vocab=vocab, logits=logits, targets=targets, scale=1.0,
+                     dlogits=logits, factor=1.0, loss=np.empty(rows))  # fmt: skip
 
     def embedding(self) -> None:
         vocab, width = self.config.vocab_size, self.config.hidden_size
         tokens = (np.arange(self.rows, dtype=np.int32) * 7919) % vocab
         table = self.floats("table", vocab, width)
-        fields = {"rows": self.rows, "width": width, "vocab": vocab, "tokens": tokens, "scale": 1.0}
-        self.run("embed", **fields, table=table, table_dtype=table.dtype,
+        fields = {"rows": self.rows, "width": width, "vocab": vocab, "scale": 1.0}
+        self.run("embed", **fields, tokens=tokens, table=table, table_dtype=table.dtype,
                  out=self.floats("x", self.rows, width))  # fmt: skip
+        begins = np.concatenate([[0], np.bincount(tokens, minlength=vocab).cumsum()])
         self.run(
             "embed_grad",
             **fields,
             dy=self.floats("dy", self.rows, width),
             dtable=table,
-            first=np.empty(vocab + 1, np.int32),
-            sorted=np.empty(self.rows, np.int32),
+            first=begins.astype(np.int32),
+            sorted=np.argsort(tokens, kind="stable").astype(np.int32),
         )
 
     def products(self) -> None:

@@ -23,7 +23,6 @@ typedef enum kind {
     INTS,
     ANY, /* arrays that are read */
     OUT_FLOATS,
-    OUT_INTS,
     OUT_DOUBLES /* arrays that are written */
 } kind;
 
@@ -45,9 +44,8 @@ static const field embed_fields[] = {F(rows, SIZE),        F(width, SIZE),     F
 #undef OP
 #define OP fs_embed_grad
 static const field embed_grad_fields[] = {
-    F(rows, SIZE),      F(width, SIZE),      F(vocab, SIZE),        F(tokens, INTS),
-    F(scale, NUMBER32), F(dy, FLOATS),       F(dtable, OUT_FLOATS), F(add, BOOL),
-    F(first, OUT_INTS), F(sorted, OUT_INTS), {NULL, 0, SIZE}};
+    F(rows, SIZE), F(width, SIZE),        F(vocab, SIZE), F(scale, NUMBER32), F(dy, FLOATS),
+    F(add, BOOL),  F(dtable, OUT_FLOATS), F(first, INTS), F(sorted, INTS),    {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_norm
 static const field norm_fields[] = {F(rows, SIZE),      F(width, SIZE),      F(x, FLOATS),
@@ -100,9 +98,11 @@ static const field swiglu_fields[] = {F(rows, SIZE),      F(width, SIZE),      F
                                       F(act, OUT_FLOATS), {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_xent
-static const field xent_fields[] = {F(rows, SIZE),        F(vocab, SIZE),     F(logits, OUT_FLOATS),
-                                    F(targets, INTS),     F(scale, NUMBER32), F(grad, BOOL),
-                                    F(loss, OUT_DOUBLES), {NULL, 0, SIZE}};
+static const field xent_fields[] = {F(rows, SIZE),         F(vocab, SIZE),
+                                    F(logits, OUT_FLOATS), F(targets, INTS),
+                                    F(scale, NUMBER32),    F(dlogits, OUT_FLOATS),
+                                    F(factor, NUMBER32),   F(loss, OUT_DOUBLES),
+                                    {NULL, 0, SIZE}};
 #undef OP
 #define OP fs_column_sum
 static const field column_sum_fields[] = {F(rows, SIZE),  F(width, SIZE),     F(stride, SIZE),
@@ -115,14 +115,7 @@ static const field normal_fields[] = {F(seed, U64),   F(stream, U64),   F(first,
                                       {NULL, 0, SIZE}};
 #undef OP
 
-typedef struct scale_call {
-    float *out;
-    const float *x;
-    float alpha;
-    bool add;
-    size_t n;
-} scale_call;
-#define OP scale_call
+#define OP fs_scale
 static const field scale_fields[] = {F(out, OUT_FLOATS), F(x, FLOATS), F(alpha, NUMBER32),
                                      F(add, BOOL),       F(n, SIZE),   {NULL, 0, SIZE}};
 #undef OP
@@ -140,7 +133,7 @@ typedef union call {
     fs_xent xent;
     fs_column_sum column_sum;
     fs_normal normal;
-    scale_call scale;
+    fs_scale scale;
 } call;
 
 #define RUN(op, member)                                                                            \
@@ -160,14 +153,8 @@ RUN(swiglu, swiglu)
 RUN(swiglu_grad, swiglu)
 RUN(xent, xent)
 RUN(column_sum, column_sum)
+RUN(scale, scale)
 RUN(normal, normal)
-
-static void
-run_scale(const fs_exec *exec, const call *c)
-{
-    exec->device->model.scale(exec, c->scale.out, c->scale.x, c->scale.alpha, c->scale.add,
-                              c->scale.n);
-}
 
 typedef struct operation {
     const char *name;
@@ -202,7 +189,6 @@ take_array(PyObject *value, const field *f, char *at, fs_buffer *buffer)
     static const fs_dtype dtypes[] = {[FLOATS] = FS_F32,
                                       [INTS] = FS_I32,
                                       [OUT_FLOATS] = FS_F32,
-                                      [OUT_INTS] = FS_I32,
                                       [OUT_DOUBLES] = FS_F64};
     bool writeable = f->kind >= OUT_FLOATS;
     int failed = f->kind == ANY

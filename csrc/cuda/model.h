@@ -1,8 +1,9 @@
 /* The model's operations on a GPU, but for attention: see device/model_ops.h for what each does.
  *
- * Arrays are fp32 in device memory; structs are read before the call returns. Sums run over the
- * CPU's lanes in the CPU's order, and exp is base/math.h's: given equal inputs results have the
- * bits of the CPU's tables. Calls check what they were given, start kernels and return. */
+ * Arrays are device memory; structs are read before the call returns. Sums run over the CPU's lanes
+ * in the CPU's order, and exp is base/math.h's: given equal fp32 inputs results have the bits of
+ * the CPU's tables. bf16 and fp16 are computed in fp32 and rounded once, when stored. Calls check
+ * what they were given, start kernels and return. */
 #ifndef FS_CUDA_MODEL_H
 #define FS_CUDA_MODEL_H
 
@@ -40,8 +41,7 @@ fs_cuda_xent(fs_cuda_stream stream, const fs_xent *op);
 FS_NODISCARD fs_status
 fs_cuda_column_sum(fs_cuda_stream stream, const fs_column_sum *op);
 
-/* See fs_model_ops.scale. */
 FS_NODISCARD fs_status
-fs_cuda_scale(fs_cuda_stream stream, float *out, const float *x, float alpha, bool add, size_t n);
+fs_cuda_scale(fs_cuda_stream stream, const fs_scale *op);
 
 #endif

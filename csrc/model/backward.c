@@ -9,9 +9,11 @@ branch_grad(fs_llama *llama)
 {
     fs_batch *at = &llama->at;
     if (at->scaled != at->dx) {
-        llama->exec->device->model.scale(llama->exec, at->scaled, at->dx,
-                                         (float)llama->config.residual_multiplier, false,
-                                         at->rows * llama->config.hidden_size);
+        fs_scale scale = {.n = at->rows * llama->config.hidden_size,
+                          .out = at->scaled,
+                          .x = at->dx,
+                          .alpha = (float)llama->config.residual_multiplier};
+        llama->exec->device->model.scale(llama->exec, &scale);
     }
     return at->scaled;
 }

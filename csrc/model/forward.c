@@ -190,8 +190,11 @@ logits_out(fs_llama *llama, const fs_head_call *call, const float *head, size_t 
         fs_linear(out, vocab, llama->at.normed + begin * hidden, head, n, hidden, vocab);
     fs_multiply(llama, &logits, 1);
     if (llama->config.logits_scaling != 1.0) {
-        exec->device->model.scale(exec, out, out, (float)(1.0 / llama->config.logits_scaling),
-                                  false, n * vocab);
+        fs_scale scale = {.n = n * vocab,
+                          .out = out,
+                          .x = out,
+                          .alpha = (float)(1.0 / llama->config.logits_scaling)};
+        exec->device->model.scale(exec, &scale);
     }
 }
 
@@ -209,13 +212,10 @@ slice_loss(fs_llama *llama, fs_head_call *call, const float *head, size_t begin,
                     .logits = at->logits,
                     .targets = call->targets + begin,
                     .scale = (float)(1.0 / llama->config.logits_scaling),
-                    .grad = call->sink != NULL,
+                    .dlogits = call->sink != NULL ? at->logits : NULL,
+                    .factor = (float)fs_shards_gradient_factor(llama->shards),
                     .loss = at->losses};
     exec->device->model.xent(exec, &xent);
-    float factor = (float)fs_shards_gradient_factor(llama->shards);
-    if (xent.grad && factor != 1.0f) {
-        exec->device->model.scale(exec, at->logits, at->logits, factor, false, n * vocab);
-    }
     for (size_t r = 0; r < n; r++) {
         call->loss.sum += at->losses[r];
         call->loss.tokens += call->targets[begin + r] != FS_TARGET_IGNORED;
@@ -263,8 +263,11 @@ head_slices(fs_llama *llama, fs_head_call *call, const float *head)
             float *out = call->logits + b * vocab;
             fs_gemm logits = fs_linear(out, vocab, row, head, 1, hidden, vocab);
             fs_multiply(llama, &logits, 1);
-            llama->exec->device->model.scale(
-                llama->exec, out, out, (float)(1.0 / llama->config.logits_scaling), false, vocab);
+            fs_scale scale = {.n = vocab,
+                              .out = out,
+                              .x = out,
+                              .alpha = (float)(1.0 / llama->config.logits_scaling)};
+            llama->exec->device->model.scale(llama->exec, &scale);
         }
         return FS_OK;
     }

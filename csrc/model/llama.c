@@ -198,12 +198,12 @@ embed_backward(fs_llama *llama, const int32_t *tokens, fs_sink *sink, bool keep_
     fs_embed_grad embed = {.rows = at->rows,
                            .width = llama->config.hidden_size,
                            .vocab = llama->config.vocab_size,
-                           .tokens = tokens,
                            .scale = (float)llama->config.embedding_multiplier,
                            .dy = at->dx,
                            .first = at->id_first,
                            .sorted = at->id_sorted};
     if (fs_sink_begin(llama, sink, 0, &embed.dtable, &embed.add)) {
+        fs_sort_rows(tokens, at->rows, embed.vocab, at->id_first, at->id_sorted);
         llama->exec->device->model.embed_grad(llama->exec, &embed);
         FS_TRY(fs_sink_end(llama, sink, 0));
     }

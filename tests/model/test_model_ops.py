@@ -108,6 +108,13 @@ def test_embed(
     np.testing.assert_array_equal(out, np.float32(1.5) * table[tokens].astype(np.float32))
 
 
+def sorted_rows(tokens: NDArray[np.int32], vocab: int) -> dict[str, NDArray[np.int32]]:
+    """Rows by their token, and where each token's begin."""
+    begins = np.concatenate([[0], np.bincount(tokens, minlength=vocab).cumsum()])
+    order = np.argsort(tokens, kind="stable")
+    return {"first": begins.astype(np.int32), "sorted": order.astype(np.int32)}
+
+
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("rows", "width", "vocab"), [(1, 1, 1), (37, 19, 11), (300, 24, 1000)])
 def test_embed_grad(
@@ -123,13 +130,11 @@ def test_embed_grad(
         rows=rows,
         width=width,
         vocab=vocab,
-        tokens=tokens,
         scale=0.7,
         dy=dy,
         dtable=dtable,
         add=add,
-        first=np.full(vocab + 1, -1, np.int32),
-        sorted=np.full(rows, -1, np.int32),
+        **sorted_rows(tokens, vocab),
     )
     close(dtable, want, roundings=40)
 
@@ -456,10 +461,10 @@ def test_swiglu(isa: str, rng: np.random.Generator, rows: int, width: int, bias:
     close(act, ref.swiglu(g, u), roundings=10)
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("factor", [None, 1.0, 0.25])
 @pytest.mark.parametrize(("rows", "vocab", "scale"), [(1, 1, 1.0), (9, 65, 0.125), (5, 5000, 1.0)])
 def test_xent(
-    isa: str, rng: np.random.Generator, rows: int, vocab: int, scale: float, grad: bool
+    isa: str, rng: np.random.Generator, rows: int, vocab: int, scale: float, factor: float | None
 ) -> None:
     logits = f32(rows, vocab, rng=rng, scale=4.0 / scale)
     targets = rng.integers(0, vocab, rows).astype(np.int32)
@@ -475,12 +480,14 @@ def test_xent(
         logits=logits,
         targets=targets,
         scale=scale,
-        grad=grad,
+        dlogits=None if factor is None else logits,
+        factor=factor,
         loss=loss,
     )
     np.testing.assert_allclose(loss, want, rtol=1e-6, atol=1e-6)
-    if grad:
-        np.testing.assert_allclose(logits, want_grad, rtol=2e-6, atol=1e-6 * scale)
+    if factor is not None:
+        got = logits / np.float32(factor)
+        np.testing.assert_allclose(got, want_grad, rtol=2e-6, atol=1e-6 * scale)
 
 
 def test_xent_of_large_logits(isa: str) -> None:
@@ -494,7 +501,8 @@ def test_xent_of_large_logits(isa: str) -> None:
         logits=logits,
         targets=np.array([0, 2], np.int32),
         scale=1.0,
-        grad=True,
+        dlogits=logits,
+        factor=1.0,
         loss=loss,
     )
     assert not loss.any()
@@ -627,12 +635,10 @@ def all_results(kernels: Any) -> dict[str, NDArray[Any]]:
         rows=rows,
         width=width,
         vocab=vocab,
-        tokens=tokens,
         scale=1.5,
         dy=dy,
         dtable=empty(vocab, width),
-        first=np.zeros(vocab + 1, np.int32),
-        sorted=np.zeros(rows, np.int32),
+        **sorted_rows(tokens, vocab),
     )
     go(
         "norm",
@@ -662,12 +668,14 @@ def all_results(kernels: Any) -> dict[str, NDArray[Any]]:
     big = [f32(rows, 500, rng=rng) for _ in range(3)]
     go("swiglu", rows=rows, width=500, gate=big[0].copy(), up=big[1].copy(), act=empty(rows, 500))
     go("swiglu_grad", rows=rows, width=500, gate=big[0], up=big[1], act=big[2])
+    logits = x.copy()
     go(
         "xent",
         rows=rows,
         vocab=width,
-        logits=x.copy(),
-        grad=True,
+        logits=logits,
+        dlogits=logits,
+        factor=1.0,
         loss=np.full(rows, np.nan),
         targets=(tokens % width).astype(np.int32),
         scale=0.5,

@@ -1,0 +1,69 @@
+/* What the model's kernels share: how threads walk over elements, sums over lanes, checks.
+ *
+ * Activations are loaded as fp32 and rounded once when stored (elements.cuh). Where the CPU sums
+ * over lanes (element i of a row in lane i mod FS_LANES, lanes then added in index order in fp64),
+ * a thread takes a lane here. */
+#ifndef FS_CUDA_MODEL_CUH
+#define FS_CUDA_MODEL_CUH
+
+#include "elements.cuh"
+
+extern "C" {
+#include "model.h"
+}
+
+#define ROW_THREADS 128u
+#define ELEMENT_THREADS 256u
+
+/* First element of this thread and the stride to its next. */
+FS_DEVICE_FN size_t
+first_element(void)
+{
+    return (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+FS_DEVICE_FN size_t
+element_stride(void)
+{
+    return (size_t)gridDim.x * blockDim.x;
+}
+
+FS_DEVICE_FN double
+sum_lanes(const float *lanes)
+{
+    double sum = 0.0;
+    for (unsigned l = 0; l < FS_LANES; l++) {
+        sum = sum + (double)lanes[l];
+    }
+    return sum;
+}
+
+/* Element at of a bias, 0 where there is none. */
+FS_DEVICE_FN float
+bias_at(const void *bias, fs_dtype dtype, size_t at)
+{
+    return bias == NULL ? 0.0f : fs_load_f32(bias, dtype, at);
+}
+
+static inline size_t
+f32s(size_t n)
+{
+    return n * sizeof(float);
+}
+
+/* Before anything starts: activations are fp32, bf16 or fp16, and rows * width * 8 fits, so that
+ * what is computed from them does. */
+FS_NODISCARD static inline fs_status
+check_rows(fs_cuda_stream stream, const char *what, fs_dtype dtype, size_t rows, size_t width)
+{
+    size_t n, nbytes;
+    FS_TRY(fs_cuda_check_stream(stream, what));
+    if (dtype != FS_F32 && dtype != FS_BF16 && dtype != FS_F16) {
+        return FS_FAIL(FS_ETYPE, "%s: activations are float32, bfloat16 or float16, not %s", what,
+                       fs_dtype_name(dtype));
+    }
+    FS_TRY(fs_mul_size(rows, width, &n));
+    return fs_mul_size(n, sizeof(double), &nbytes);
+}
+
+#endif

@@ -1,0 +1,209 @@
+/* Elements of the model's rows: SwiGLU, cross-entropy, sums over rows, scaling. */
+#include "model.cuh"
+
+// ---- SwiGLU -------------------------------------------------------------------------------------
+
+static __global__ void
+swiglu_kernel(fs_swiglu op)
+{
+    size_t n = op.rows * op.width;
+    for (size_t at = first_element(); at < n; at += element_stride()) {
+        size_t i = at % op.width;
+        float g = fs_load_f32(op.gate, op.dtype, at) + bias_at(op.gate_bias, op.dtype, i);
+        float u = fs_load_f32(op.up, op.dtype, at) + bias_at(op.up_bias, op.dtype, i);
+        fs_store_f32(op.act, op.dtype, at, g / (1.0f + fs_exp_f32(-g)) * u);
+    }
+}
+
+static __global__ void
+swiglu_grad_kernel(fs_swiglu op)
+{
+    size_t n = op.rows * op.width;
+    for (size_t at = first_element(); at < n; at += element_stride()) {
+        size_t i = at % op.width;
+        float g = fs_load_f32(op.gate, op.dtype, at) + bias_at(op.gate_bias, op.dtype, i);
+        float u = fs_load_f32(op.up, op.dtype, at) + bias_at(op.up_bias, op.dtype, i);
+        float d = fs_load_f32(op.act, op.dtype, at);
+        float s = 1.0f / (1.0f + fs_exp_f32(-g));
+        float silu = g * s;
+        fs_store_f32(op.gate, op.dtype, at, d * u * (s + silu * (1.0f - s)));
+        fs_store_f32(op.up, op.dtype, at, d * silu);
+        fs_store_f32(op.act, op.dtype, at, silu * u);
+    }
+}
+
+static fs_status
+launch_swiglu(fs_cuda_stream stream, const fs_swiglu *op, bool back)
+{
+    const char *what = back ? "swiglu_grad" : "swiglu";
+    FS_TRY(check_rows(stream, what, op->dtype, op->rows, op->width));
+    size_t n = op->rows * op->width;
+    if (n == 0) {
+        return FS_OK;
+    }
+    size_t nbytes = n * fs_dtype_nbytes(op->dtype);
+    fs_touched touched = fs_touched().writes(op->act, nbytes);
+    if (back) {
+        touched.writes(op->gate, nbytes).writes(op->up, nbytes);
+    } else {
+        touched.reads(op->gate, nbytes).reads(op->up, nbytes);
+    }
+    auto kernel = back ? swiglu_grad_kernel : swiglu_kernel;
+    FS_LAUNCH(kernel, fs_cuda_blocks(n, ELEMENT_THREADS), ELEMENT_THREADS, 0, stream, touched, *op);
+    return fs_cuda_launched(what);
+}
+
+extern "C" fs_status
+fs_cuda_swiglu(fs_cuda_stream stream, const fs_swiglu *op)
+{
+    return launch_swiglu(stream, op, false);
+}
+
+extern "C" fs_status
+fs_cuda_swiglu_grad(fs_cuda_stream stream, const fs_swiglu *op)
+{
+    return launch_swiglu(stream, op, true);
+}
+
+// ---- cross-entropy ------------------------------------------------------------------------------
+
+/* A block a row: the largest logit, exponentials tile by tile, then the gradient. */
+static __global__ void
+xent_kernel(fs_xent op)
+{
+    float *most_of = (float *)(void *)fs_shared_memory(); /* ROW_THREADS */
+    float *lanes = most_of + ROW_THREADS;                 /* FS_LANES */
+    for (size_t row = blockIdx.x; row < op.rows; row += gridDim.x) {
+        float *logits = op.logits + row * op.vocab;
+        int32_t target = op.targets[row];
+        if (target == FS_TARGET_IGNORED) {
+            for (size_t i = threadIdx.x; op.dlogits != NULL && i < op.vocab; i += blockDim.x) {
+                fs_store_f32(op.dlogits, op.dtype, row * op.vocab + i, 0.0f);
+            }
+            if (threadIdx.x == 0) {
+                op.loss[row] = 0.0;
+            }
+            continue;
+        }
+        float most = logits[0] * op.scale;
+        for (size_t i = threadIdx.x; i < op.vocab; i += blockDim.x) {
+            float value = logits[i] * op.scale;
+            most = value > most ? value : most;
+        }
+        most_of[threadIdx.x] = most;
+        float wanted = logits[target] * op.scale;
+        __syncthreads();
+        for (unsigned half = ROW_THREADS / 2; half > 0; half /= 2) {
+            if (threadIdx.x < half && most_of[threadIdx.x + half] > most_of[threadIdx.x]) {
+                most_of[threadIdx.x] = most_of[threadIdx.x + half];
+            }
+            __syncthreads();
+        }
+        most = most_of[0];
+        double sum = 0.0;
+        for (size_t at = 0; at < op.vocab; at += FS_XENT_TILE_N) {
+            float *tile = logits + at;
+            size_t n = op.vocab - at < FS_XENT_TILE_N ? op.vocab - at : FS_XENT_TILE_N;
+            for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
+                tile[i] = fs_exp_f32(tile[i] * op.scale - most);
+            }
+            __syncthreads();
+            if (threadIdx.x < FS_LANES) {
+                float lane = 0.0f;
+                for (size_t i = threadIdx.x; i < n; i += FS_LANES) {
+                    lane = lane + tile[i];
+                }
+                lanes[threadIdx.x] = lane;
+            }
+            __syncthreads();
+            sum = sum + sum_lanes(lanes);
+        }
+        float share = (float)((double)op.scale / sum);
+        for (size_t i = threadIdx.x; op.dlogits != NULL && i < op.vocab; i += blockDim.x) {
+            float value = logits[i] * share;
+            value = i == (size_t)target ? value - op.scale : value;
+            fs_store_f32(op.dlogits, op.dtype, row * op.vocab + i, value * op.factor);
+        }
+        if (threadIdx.x == 0) {
+            op.loss[row] = fs_log_f64(sum) + ((double)most - (double)wanted);
+        }
+        __syncthreads();
+    }
+}
+
+extern "C" fs_status
+fs_cuda_xent(fs_cuda_stream stream, const fs_xent *op)
+{
+    FS_TRY(check_rows(stream, "xent", op->dtype, op->rows, op->vocab));
+    if (op->rows == 0) {
+        return FS_OK;
+    }
+    size_t n = op->rows * op->vocab;
+    fs_touched touched = fs_touched()
+                             .reads(op->targets, op->rows * sizeof(int32_t))
+                             .writes(op->logits, f32s(n))
+                             .writes(op->loss, op->rows * sizeof(double));
+    if (op->dlogits != NULL) {
+        touched.writes(op->dlogits, n * fs_dtype_nbytes(op->dtype));
+    }
+    FS_LAUNCH(xent_kernel, fs_cuda_blocks(op->rows, 1), ROW_THREADS, f32s(ROW_THREADS + FS_LANES),
+              stream, touched, *op);
+    return fs_cuda_launched("xent");
+}
+
+// ---- sums over rows, scaling --------------------------------------------------------------------
+
+static __global__ void
+column_sum_kernel(fs_column_sum op)
+{
+    for (size_t i = first_element(); i < op.width; i += element_stride()) {
+        double sum = 0.0;
+        for (size_t r = 0; r < op.rows; r++) {
+            sum = sum + fs_load_f64(op.x, op.dtype, r * op.stride + i);
+        }
+        op.out[i] = op.add ? op.out[i] + (float)sum : (float)sum;
+    }
+}
+
+extern "C" fs_status
+fs_cuda_column_sum(fs_cuda_stream stream, const fs_column_sum *op)
+{
+    FS_TRY(check_rows(stream, "column_sum", op->dtype, op->rows, op->stride));
+    if (op->width > op->stride) {
+        return FS_FAIL(FS_EINVAL, "column_sum: %zu columns of rows of %zu", op->width, op->stride);
+    }
+    if (op->width == 0) {
+        return FS_OK;
+    }
+    size_t read = op->rows == 0 ? 0 : (op->rows - 1) * op->stride + op->width;
+    FS_LAUNCH(column_sum_kernel, fs_cuda_blocks(op->width, ELEMENT_THREADS), ELEMENT_THREADS, 0,
+              stream,
+              fs_touched()
+                  .reads(op->x, read * fs_dtype_nbytes(op->dtype))
+                  .writes(op->out, f32s(op->width)),
+              *op);
+    return fs_cuda_launched("column_sum");
+}
+
+static __global__ void
+scale_kernel(fs_scale op)
+{
+    for (size_t i = first_element(); i < op.n; i += element_stride()) {
+        float here = op.alpha * fs_load_f32(op.x, op.dtype, i);
+        here = op.add ? fs_load_f32(op.out, op.dtype, i) + here : here;
+        fs_store_f32(op.out, op.dtype, i, here);
+    }
+}
+
+extern "C" fs_status
+fs_cuda_scale(fs_cuda_stream stream, const fs_scale *op)
+{
+    FS_TRY(check_rows(stream, "scale", op->dtype, op->n, 1));
+    if (op->n == 0) {
+        return FS_OK;
+    }
+    size_t nbytes = op->n * fs_dtype_nbytes(op->dtype);
+    FS_LAUNCH(scale_kernel, fs_cuda_blocks(op->n, ELEMENT_THREADS), ELEMENT_THREADS, 0, stream,
+              fs_touched().reads(op->x, nbytes).writes(op->out, nbytes), *op);
+    return fs_cuda_launched("scale");
+}
