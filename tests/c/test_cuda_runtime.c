@@ -201,9 +201,13 @@ test_drivers(void)
     int count = -1;
     fs_sim_reset(1, FS_SIM_SHUFFLED, 1u << 20);
     CHECK_OK(fs_cuda_device_count(&count));
+    CHECK(count == 8, "%d devices", count);
+    fs_sim_set_devices(1);
+    CHECK_OK(fs_cuda_device_count(&count));
     CHECK(count == 1, "%d devices", count);
     CHECK_OK(fs_cuda_device_use(0));
     CHECK_STATUS(fs_cuda_device_use(1), FS_ESTATE);
+    fs_sim_set_devices(8);
     fs_sim_set_driver(12040);
     CHECK_STATUS(fs_cuda_device_count(&count), FS_EUNSUPPORTED);
     CHECK(strstr(fs_status_message(), "CUDA 12.4, this build needs 13.0") != NULL, "%s",
@@ -212,6 +216,49 @@ test_drivers(void)
     CHECK_STATUS(fs_cuda_device_count(&count), FS_EUNSUPPORTED);
     CHECK(strstr(fs_status_message(), "no CUDA driver") != NULL, "%s", fs_status_message());
     fs_sim_set_driver(13000);
+}
+
+/* Each device has memory and streams of its own; events order streams of two devices. */
+static void
+test_devices(void)
+{
+    enum { DEVICES = 3 };
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        fs_cuda_stream streams[DEVICES];
+        fs_cuda_event events[DEVICES];
+        unsigned char *memory[DEVICES], *host;
+        fs_sim_reset(seed, seed % 2 == 0 ? FS_SIM_LATE : FS_SIM_SHUFFLED, 5000);
+        CHECK_OK(fs_cuda_pinned_open(DEVICES * N, (void **)&host));
+        for (int d = 0; d < DEVICES; d++) {
+            CHECK_OK(fs_cuda_device_use(d));
+            CHECK_OK(fs_cuda_stream_open(&streams[d]));
+            CHECK_OK(fs_cuda_event_open(&events[d]));
+            CHECK_OK(fs_cuda_memory_open(N, (void **)&memory[d])); /* 5000: all that it has */
+        }
+        for (int d = 0; d < DEVICES; d++) {
+            /* Through pinned memory, each from the one before it. */
+            CHECK_OK(fs_cuda_device_use(d));
+            if (d == 0) {
+                CHECK_OK(fs_cuda_fill(streams[d], memory[d], 7, N));
+            } else {
+                CHECK_OK(fs_cuda_stream_after(streams[d], events[d - 1]));
+                CHECK_OK(fs_cuda_copy(streams[d], memory[d], host + (d - 1) * N, N));
+            }
+            CHECK_OK(fs_cuda_copy(streams[d], host + d * N, memory[d], N));
+            CHECK_OK(fs_cuda_event_record(events[d], streams[d]));
+        }
+        CHECK_OK(fs_cuda_event_wait(events[DEVICES - 1]));
+        for (size_t i = 0; i < DEVICES * N; i++) {
+            CHECK(host[i] == 7, "seed %llu: byte %zu is %d", (unsigned long long)seed, i, host[i]);
+        }
+        for (int d = 0; d < DEVICES; d++) {
+            CHECK_OK(fs_cuda_memory_close(memory[d], N));
+            CHECK_OK(fs_cuda_event_close(events[d]));
+            CHECK_OK(fs_cuda_stream_close(streams[d]));
+        }
+        CHECK_OK(fs_cuda_pinned_close(host));
+        CHECK_OK(fs_cuda_device_use(0));
+    }
 }
 
 // ---- what must end the program ------------------------------------------------------------------
@@ -245,6 +292,28 @@ touch_from_host(void)
     void *memory;
     CHECK_OK(fs_cuda_memory_open(100, &memory));
     *(volatile char *)memory = 1;
+}
+
+static void
+touch_from_device(void)
+{
+    fs_cuda_stream stream;
+    void *memory;
+    CHECK_OK(fs_cuda_memory_open(100, &memory));
+    CHECK_OK(fs_cuda_device_use(1));
+    CHECK_OK(fs_cuda_stream_open(&stream));
+    CHECK_OK(fs_cuda_fill(stream, memory, 0, 100));
+}
+
+static void
+launch_elsewhere(void)
+{
+    fs_cuda_stream stream;
+    void *memory;
+    CHECK_OK(fs_cuda_stream_open(&stream));
+    CHECK_OK(fs_cuda_device_use(1));
+    CHECK_OK(fs_cuda_memory_open(100, &memory));
+    CHECK_OK(fs_cuda_combine(stream, FS_SUM, FS_F32, memory, memory, 25));
 }
 
 static void
@@ -295,11 +364,15 @@ main(void)
     check_ends(copy_beyond, "reaches beyond an allocation of 100 bytes");
     check_ends(race, "touch the same memory without an order");
     check_ends(touch_from_host, NULL);
+    check_ends(touch_from_device, "on device 1 touches memory of device 0");
+    check_ends(launch_elsewhere, "on a stream of device 0, by a thread whose device is 1");
 #else
     (void)check_ends;
     (void)write_beyond;
     (void)copy_beyond;
     (void)touch_from_host;
+    (void)touch_from_device;
+    (void)launch_elsewhere;
     (void)race;
 #endif
     test_orders();
@@ -307,5 +380,6 @@ main(void)
     test_out_of_memory();
     test_events();
     test_drivers();
+    test_devices();
     return 0;
 }

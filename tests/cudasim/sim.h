@@ -27,8 +27,13 @@ typedef enum fs_sim_order {
     FS_SIM_LATE      /* at random, and none before the host waits for it */
 } fs_sim_order;
 
-/* Begins anew: seed for every choice; order; a device's memory in bytes. Nothing may be running. */
+/* Begins anew: seed for every choice; order; each device's memory in bytes. Nothing may be
+ * running. */
 void fs_sim_reset(uint64_t seed, fs_sim_order order, size_t device_nbytes);
+
+/* How many devices there are, from now on; at first the variable CUDASIM_DEVICES says it, or it is
+ * 8. Nothing may be running. */
+void fs_sim_set_devices(int n);
 
 /* A race is counted, and its text kept, instead of ending the program: for tests of the
  * detector. */
