@@ -219,3 +219,23 @@ cudaMemsetAsync(void *dst, int byte, size_t nbytes, cudaStream_t stream)
     enqueue(stream, "fill", ranges, [dst, byte, nbytes] { std::memset(dst, byte, nbytes); });
     return cudaSuccess;
 }
+
+cudaError_t
+cudaMemset2DAsync(void *dst, size_t pitch, int byte, size_t width, size_t height,
+                  cudaStream_t stream)
+{
+    sim_lock lock(sim.mutex);
+    const sim_device &device = stream != NULL ? *stream->device : sim_here();
+    size_t nbytes = height == 0 ? 0 : (height - 1) * pitch + width;
+    if (width > pitch || sim_home_of(device, dst, nbytes, "a fill") != SIM_HOME_DEVICE) {
+        return sim_fail(cudaErrorInvalidValue);
+    }
+    fs_sim_ranges ranges;
+    ranges.add(dst, nbytes, true);
+    enqueue(stream, "fill", ranges, [dst, pitch, byte, width, height] {
+        for (size_t row = 0; row < height; row++) {
+            std::memset(static_cast<char *>(dst) + row * pitch, byte, width);
+        }
+    });
+    return cudaSuccess;
+}

@@ -1,6 +1,7 @@
 /* Streams, events, devices, errors: CUDA's functions over the queues. */
 #include <algorithm>
 #include <memory>
+#include <utility>
 
 #include "device.h"
 #include "errors.h"
@@ -41,38 +42,20 @@ fs_sim_enqueue_kernel(const char *name, dim3 grid, dim3 block, size_t shared_nby
     sim_enqueue(stream, sim_operation{kept, run, NULL, 0, NULL}, ranges);
 }
 
-cudaError_t
-cudaMemset2DAsync(void *dst, size_t pitch, int byte, size_t width, size_t height,
-                  cudaStream_t stream)
-{
-    std::lock_guard<std::mutex> lock(device.mutex);
-    size_t nbytes = height == 0 ? 0 : (height - 1) * pitch + width;
-    if (width > pitch || home_of(dst, nbytes, "a fill") != HOME_DEVICE) {
-        return fail(cudaErrorInvalidValue);
-    }
-    fs_sim_ranges ranges;
-    ranges.add(dst, nbytes, true);
-    enqueue(stream, "fill", ranges, [dst, pitch, byte, width, height] {
-        for (size_t row = 0; row < height; row++) {
-            std::memset(static_cast<char *>(dst) + row * pitch, byte, width);
-        }
-    });
-    return cudaSuccess;
-}
-
 void
 fs_sim_enqueue_call(const char *name, cudaStream_t stream, const fs_sim_ranges &ranges,
                     std::function<void()> run)
 {
-    std::lock_guard<std::mutex> lock(device.mutex);
+    sim_lock lock(sim.mutex);
+    const sim_device &device = stream != NULL ? *stream->device : sim_here();
     for (const fs_sim_range &range : ranges.list) {
         const void *at = reinterpret_cast<const void *>(range.begin);
-        if (home_of(at, range.end - range.begin, name) == HOME_PAGEABLE) {
+        if (sim_home_of(device, at, range.end - range.begin, name) == SIM_HOME_PAGEABLE) {
             sim_die("%s touches host memory that is not pinned", name);
         }
     }
-    device.kernels++;
-    enqueue(stream, name, ranges, std::move(run));
+    sim.kernels++;
+    sim_enqueue(stream, sim_operation{name, std::move(run), NULL, 0, NULL}, ranges);
 }
 
 // ---- streams and events -------------------------------------------------------------------------
