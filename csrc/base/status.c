@@ -6,15 +6,38 @@
 #include <stdio.h>
 #include <string.h>
 
-static _Thread_local char message[FS_MESSAGE_NBYTES];
-static _Thread_local int saved_errno;
+static _Thread_local fs_status_note own;
+
+static fs_status_note *
+own_note(void)
+{
+    return &own;
+}
+
+/* Set once, before the library that has this copy is used. */
+static fs_status_note *(*note_of_thread)(void) = own_note;
+
+fs_status_note *
+fs_status_here(void)
+{
+    return note_of_thread();
+}
+
+void
+fs_status_share(fs_status_note *(*theirs)(void))
+{
+    if (theirs != fs_status_here) {
+        note_of_thread = theirs;
+    }
+}
 
 fs_status
 fs_status_fail(fs_status code, const char *format, ...)
 {
+    fs_status_note *note = note_of_thread();
     va_list args;
     va_start(args, format);
-    (void)vsnprintf(message, sizeof message, format, args);
+    (void)vsnprintf(note->message, sizeof note->message, format, args);
     va_end(args);
     return code;
 }
@@ -22,13 +45,15 @@ fs_status_fail(fs_status code, const char *format, ...)
 fs_status
 fs_status_fail_errno(const char *format, ...)
 {
-    saved_errno = errno;
+    int code = errno;
+    fs_status_note *note = note_of_thread();
+    note->saved_errno = code;
     va_list args;
     va_start(args, format);
-    int n = vsnprintf(message, sizeof message, format, args);
+    int n = vsnprintf(note->message, sizeof note->message, format, args);
     va_end(args);
-    if (n >= 0 && (size_t)n < sizeof message) {
-        (void)snprintf(message + n, sizeof message - (size_t)n, ": %s", strerror(saved_errno));
+    if (n >= 0 && (size_t)n < sizeof note->message) {
+        (void)snprintf(note->message + n, sizeof note->message - (size_t)n, ": %s", strerror(code));
     }
     return FS_ESYS;
 }
@@ -36,13 +61,13 @@ fs_status_fail_errno(const char *format, ...)
 const char *
 fs_status_message(void)
 {
-    return message;
+    return note_of_thread()->message;
 }
 
 int
 fs_status_errno(void)
 {
-    return saved_errno;
+    return note_of_thread()->saved_errno;
 }
 
 void
@@ -53,6 +78,9 @@ fs_status_keep(fs_status code, fs_kept *out)
     if (code == FS_OK) {
         return;
     }
+    const fs_status_note *note = note_of_thread();
+    const char *message = note->message;
+    int saved_errno = note->saved_errno;
     size_t n = strlen(message);
     if (code == FS_ESYS) {
         /* ": " and the system's words are added again when it is told. */

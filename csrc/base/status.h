@@ -41,7 +41,18 @@ const char *fs_status_message(void);
 /* errno of the calling thread's last FS_ESYS failure. */
 int fs_status_errno(void);
 
-#define FS_NODISCARD __attribute__((warn_unused_result))
+/* Where a thread's last failure lies. */
+typedef struct fs_status_note {
+    char message[FS_MESSAGE_NBYTES];
+    int saved_errno;
+} fs_status_note;
+
+/* The calling thread's. Never NULL. */
+fs_status_note *fs_status_here(void);
+
+/* For a library that has these functions of its own and is called by another program part: its
+ * failures lie where the caller reads them, theirs being the caller's fs_status_here. */
+void fs_status_share(fs_status_note *(*theirs)(void));
 
 /* A failure taken off its thread, to be told later or on another rank. Plain bytes. */
 typedef struct fs_kept {

@@ -266,6 +266,22 @@ fs_cuda_stream_after(fs_cuda_stream stream, fs_cuda_event event)
 }
 
 extern "C" fs_status
+fs_cuda_event_record_foreign(fs_cuda_event event, void *foreign_stream)
+{
+    FS_CUDA_TRY(cudaEventRecord(event->event, (cudaStream_t)foreign_stream));
+    event->recorded = true;
+    return FS_OK;
+}
+
+extern "C" fs_status
+fs_cuda_foreign_after(void *foreign_stream, fs_cuda_event event)
+{
+    FS_TRY(check_recorded(event));
+    FS_CUDA_TRY(cudaStreamWaitEvent((cudaStream_t)foreign_stream, event->event, 0));
+    return FS_OK;
+}
+
+extern "C" fs_status
 fs_cuda_event_is_done(fs_cuda_event event, bool *out)
 {
     FS_TRY(check_recorded(event));

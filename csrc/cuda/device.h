@@ -81,6 +81,14 @@ fs_cuda_event_record(fs_cuda_event event, fs_cuda_stream stream);
 FS_NODISCARD fs_status
 fs_cuda_stream_after(fs_cuda_stream stream, fs_cuda_event event);
 
+/* The same with a stream of the caller's (cudaStream_t, NULL is the default one): the event stands
+ * for what it has been given; what it is given from now on comes after the event. */
+FS_NODISCARD fs_status
+fs_cuda_event_record_foreign(fs_cuda_event event, void *foreign_stream);
+
+FS_NODISCARD fs_status
+fs_cuda_foreign_after(void *foreign_stream, fs_cuda_event event);
+
 /* Has the device come past the event? Does not wait. */
 FS_NODISCARD fs_status
 fs_cuda_event_is_done(fs_cuda_event event, bool *out);

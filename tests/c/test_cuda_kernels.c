@@ -1,14 +1,19 @@
 // sanitizers: tsan
 // needs: c++
-/* Kernels of csrc/cuda, run by the stand-in for CUDA's runtime: the golden bits of the CPU's
- * tables, under shuffled orders of blocks, threads and streams. The operations are put behind the
- * device table by staging: arrays to the device, the operation, arrays back. */
+/* The CUDA library's device table, run by the stand-in for CUDA's runtime: the golden bits of the
+ * CPU's tables, under shuffled orders of blocks, threads and streams. Operations are staged: arrays
+ * to the device, the operation, arrays back. */
+#include "cuda/context.h"
 #include "cuda/device.h"
 #include "cuda/kernels.h"
+#include "device/plugin.h"
 #include "../cudasim/sim.h"
 #include "kernel_cases.h"
 
-static fs_cuda_stream stream;
+const fs_device *fs_plugin_get(const fs_plugin_host *host);
+
+static fs_exec gpu;
+static fs_cuda_stream stream; /* gpu's */
 
 /* Device memory with what host holds. NULL stays NULL. */
 static void *
@@ -37,7 +42,11 @@ static void
 staged_copy(const fs_exec *exec, void *dst, const void *src, size_t nbytes)
 {
     (void)exec;
-    take(dst, put(src, nbytes), nbytes);
+    void *in = put(src, nbytes), *out = NULL;
+    CHECK_OK(fs_cuda_memory_open(nbytes, &out));
+    gpu.device->copy(&gpu, out, in, nbytes);
+    take(dst, out, nbytes);
+    take(NULL, in, nbytes);
 }
 
 static void
@@ -48,7 +57,7 @@ staged_convert(const fs_exec *exec, void *dst, fs_dtype dst_dtype, const void *s
     size_t dst_nbytes = n * fs_dtype_nbytes(dst_dtype), src_nbytes = n * fs_dtype_nbytes(src_dtype);
     void *in = put(src, src_nbytes), *out = NULL;
     CHECK_OK(fs_cuda_memory_open(dst_nbytes, &out));
-    CHECK_OK(fs_cuda_convert(stream, out, dst_dtype, in, src_dtype, n));
+    gpu.device->convert(&gpu, out, dst_dtype, in, src_dtype, n);
     take(dst, out, dst_nbytes);
     take(NULL, in, src_nbytes);
 }
@@ -60,7 +69,7 @@ staged_split(const fs_exec *exec, uint16_t *bf16, uint16_t *remainder, const voi
     (void)exec;
     void *in = put(src, n * fs_dtype_nbytes(src_dtype));
     void *upper = put(bf16, n * 2), *lower = put(remainder, n * 2);
-    CHECK_OK(fs_cuda_split(stream, upper, lower, in, src_dtype, n));
+    gpu.device->split(&gpu, upper, lower, in, src_dtype, n);
     take(bf16, upper, n * 2);
     take(remainder, lower, n * 2);
     take(NULL, in, n * fs_dtype_nbytes(src_dtype));
@@ -73,7 +82,7 @@ staged_join(const fs_exec *exec, void *dst, fs_dtype dst_dtype, const uint16_t *
     (void)exec;
     size_t nbytes = n * fs_dtype_nbytes(dst_dtype);
     void *upper = put(bf16, n * 2), *lower = put(remainder, n * 2), *out = put(dst, nbytes);
-    CHECK_OK(fs_cuda_join(stream, out, dst_dtype, upper, lower, n));
+    gpu.device->join(&gpu, out, dst_dtype, upper, lower, n);
     take(dst, out, nbytes);
     take(NULL, upper, n * 2);
     take(NULL, lower, n * 2);
@@ -84,30 +93,28 @@ static fs_sums
 staged_sums(const fs_sum *sum)
 {
     fs_sums result;
-    void *src[8], *scratch = NULL, *found = NULL;
-    size_t n = sum->n, scratch_nbytes = fs_cuda_sum_scratch_nbytes(n);
+    void *src[8], *found = NULL;
+    size_t n = sum->n;
     size_t src_nbytes = n * fs_dtype_nbytes(sum->src_dtype);
     size_t acc_nbytes = n * fs_dtype_nbytes(sum->acc_dtype);
     CHECK(sum->src_n <= 8, "%zu sources", sum->src_n);
     for (size_t r = 0; r < sum->src_n; r++) {
         src[r] = put(sum->src[r], src_nbytes);
     }
-    CHECK_OK(fs_cuda_memory_open(scratch_nbytes, &scratch));
     found = put(sum->found, sizeof result);
     if (sum->acc == NULL) {
-        CHECK_OK(fs_cuda_sumsq(stream, src[0], sum->src_dtype, n, found, scratch, scratch_nbytes));
+        gpu.device->sumsq(&gpu, src[0], sum->src_dtype, n, found);
     } else {
         fs_sum there = *sum;
         there.src = (const void *const *)src;
         there.acc = put(sum->acc, acc_nbytes);
         there.found = found;
-        CHECK_OK(fs_cuda_sum(stream, &there, scratch, scratch_nbytes));
+        gpu.device->sum(&gpu, &there);
         take(sum->acc, there.acc, acc_nbytes);
     }
     for (size_t r = 0; r < sum->src_n; r++) {
         take(NULL, src[r], sum->src[r] == NULL ? 0 : src_nbytes);
     }
-    take(NULL, scratch, scratch_nbytes);
     take(&result, found, sizeof result);
     return result;
 }
@@ -134,7 +141,7 @@ staged_find_nonfinite(const fs_exec *exec, const void *x, fs_dtype dtype, size_t
     (void)exec;
     void *found = NULL, *in = put(x, n * fs_dtype_nbytes(dtype));
     CHECK_OK(fs_cuda_memory_open(sizeof *out, &found));
-    CHECK_OK(fs_cuda_find_nonfinite(stream, in, dtype, n, found));
+    gpu.device->find_nonfinite(&gpu, in, dtype, n, found);
     take(NULL, in, n * fs_dtype_nbytes(dtype));
     take(out, found, sizeof *out);
 }
@@ -154,7 +161,7 @@ staged_update(const fs_exec *exec, const fs_update *update)
     u.moment1 = put(u.moment1, moments);
     u.moment2 = put(u.moment2, moments);
     u.moment3 = put(u.moment3, moments);
-    CHECK_OK(fs_cuda_update(stream, &u));
+    gpu.device->update(&gpu, &u);
     take(update->master, u.master, u.master == NULL ? 0 : n * 4);
     take(update->remainder, u.remainder, u.remainder == NULL ? 0 : n * 2);
     take(update->weight, u.weight, u.weight == NULL ? 0 : weights);
@@ -171,7 +178,7 @@ staged_combine(const fs_exec *exec, int op, fs_dtype dtype, void *acc, const voi
     (void)exec;
     size_t nbytes = n * fs_dtype_nbytes(dtype);
     void *a = put(acc, nbytes), *b = put(src, nbytes);
-    CHECK_OK(fs_cuda_combine(stream, op, dtype, a, b, n));
+    gpu.device->combine(&gpu, op, dtype, a, b, n);
     take(acc, a, nbytes);
     take(NULL, b, nbytes);
 }
@@ -226,15 +233,24 @@ test_refusals(void)
 int
 main(void)
 {
-    CHECK_OK(fs_cuda_stream_open(&stream));
+    const fs_plugin_host host = {FS_PLUGIN_ABI, sizeof host, fs_status_here, {NULL, NULL}};
+    gpu.device = fs_plugin_get(&host);
+    const fs_runtime *runtime = gpu.device->runtime;
+    CHECK_OK(runtime->context_open(0, &gpu.context));
+    stream = fs_cuda_exec_stream(&gpu);
     test_refusals();
     for (uint64_t seed = 1; seed <= SEEDS; seed++) {
         fs_exec exec = {.device = &staged};
         fs_sim_reset(seed, seed == 2 ? FS_SIM_LATE : FS_SIM_SHUFFLED, (size_t)1 << 30);
+        size_t scratch_nbytes = runtime->sum_scratch_nbytes((size_t)1 << 20);
+        CHECK_OK(runtime->reserve(gpu.context, gpu.stream, scratch_nbytes));
+        size_t held = fs_cuda_memory_held();
         check_table(&exec);
+        CHECK_OK(runtime->check(gpu.context));
         CHECK(fs_sim_kernels() > 500, "only %zu kernels ran", fs_sim_kernels());
-        CHECK(fs_cuda_memory_held() == 0, "%zu bytes are still held", fs_cuda_memory_held());
+        CHECK(fs_cuda_memory_held() == held, "%zu bytes are still held", fs_cuda_memory_held());
     }
-    CHECK_OK(fs_cuda_stream_close(stream));
+    runtime->context_close(gpu.context);
+    CHECK(fs_cuda_memory_held() == 0, "%zu bytes are still held", fs_cuda_memory_held());
     return 0;
 }

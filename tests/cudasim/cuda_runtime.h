@@ -114,6 +114,10 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMinor = 76,
 };
 
+struct cudaDeviceProp {
+    char name[256];
+};
+
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 
 typedef struct fs_sim_stream *cudaStream_t;
@@ -123,6 +127,7 @@ cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaGetDevice(int *device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device);
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total);
 cudaError_t cudaDriverGetVersion(int *version);
 cudaError_t cudaRuntimeGetVersion(int *version);

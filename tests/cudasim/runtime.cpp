@@ -120,6 +120,11 @@ cudaError_t
 cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     sim_lock lock(sim.mutex);
+    if (stream == NULL) {
+        event->stream = NULL; /* nothing is ever given to the default stream */
+        event->clock.clear();
+        return cudaSuccess;
+    }
     if (event->device != stream->device) {
         sim_die("an event of device %d, recorded on a stream of device %d", event->device->index,
                 stream->device->index);
@@ -135,7 +140,7 @@ cudaError_t
 cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned)
 {
     sim_lock lock(sim.mutex);
-    if (event->stream == NULL) {
+    if (event->stream == NULL || stream == NULL) {
         return cudaSuccess;
     }
     sim_join_clock(stream->clock, event->clock);
