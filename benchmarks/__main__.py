@@ -10,7 +10,15 @@ import pkgutil
 import sys
 
 from benchmarks import suites
-from benchmarks.harness import Quiet, Result, Settings, Suite, about_machine, measure
+from benchmarks.harness import (
+    Quiet,
+    Result,
+    Settings,
+    Suite,
+    Unavailable,
+    about_machine,
+    measure,
+)
 
 SUITES = sorted(module.name for module in pkgutil.iter_modules(suites.__path__))
 
@@ -54,18 +62,32 @@ def main() -> None:
     for key, value in machine.items():
         print(f"{key:>18}: {value}")
     results: list[Result] = []
+
+    def write() -> None:
+        """After each case: a run that is cut short keeps what it had."""
+        if arguments.json:
+            rows = [dataclasses.asdict(result) for result in results]
+            with open(arguments.json, "w", encoding="utf-8") as file:
+                whole = {"machine": machine, "command": sys.argv, "results": rows}
+                json.dump(whole, file, indent=1)
+
+    write()
     for name in arguments.suite or SUITES:
         suite = load(name)
         print(f"\n== {suite.name}: {suite.about}")
+        try:
+            cases = suite.cases(settings)
+        except Unavailable as error:
+            if arguments.suite:
+                raise SystemExit(f"suite {name}: {error}") from None
+            print(f"  left out: {error}")
+            continue
         print(f"  {'':<44} {'min':>9} {'median':>9} {'p99':>9} {'at the median':>14}")
-        for case in suite.cases(settings):
+        for case in cases:
             results += measure(case, settings, quiet)
+            write()
     if quiet.waited > 60:
         print(f"\nwaited {quiet.waited:.0f} s for a quiet machine")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            rows = [dataclasses.asdict(result) for result in results]
-            json.dump({"machine": machine, "command": sys.argv, "results": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ __all__ = [
     "Result",
     "Settings",
     "Suite",
+    "Unavailable",
     "about_machine",
     "measure",
 ]
@@ -80,6 +81,7 @@ class Case:
     work : how much one sample does, in units of `unit`; the table shows work per second.
     compare : print how many times faster the first is than each of the others; False where the
         contenders are parts of one thing.
+    remarks : further lines to print, made from the results: shares of a bound, goals.
     """
 
     title: str
@@ -87,11 +89,16 @@ class Case:
     work: float
     unit: str
     compare: bool = True
+    remarks: Callable[[list[Result]], list[str]] | None = None
+
+
+class Unavailable(Exception):
+    """A suite cannot run on this machine; the text says what it wants."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Cases of one topic. cases(settings) makes them; note says how to read the table."""
+    """Cases of one topic. cases(settings) makes them, or raises Unavailable."""
 
     name: str
     about: str
@@ -253,6 +260,8 @@ def measure(case: Case, settings: Settings, quiet: Quiet) -> list[Result]:
         first = results[0]
         for other in results[1:]:
             print(f"  {first.contender} / {other.contender}: {first.rate / other.rate:.2f}")
+    for line in case.remarks(results) if case.remarks else []:
+        print(f"  {line}")
     return results
 
 

@@ -53,6 +53,15 @@ def to_ptx(nvcc: str, source: pathlib.Path, out: pathlib.Path) -> str:
     return target.read_text(encoding="utf-8")
 
 
+def build_id() -> str:
+    """What setup.py stamps the extension with: the library must be of the same sources."""
+    code = "import setup; print(setup.build_id())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"setup.py cannot be read:\n{done.stderr}")
+    return done.stdout.strip()
+
+
 def compile_all(nvcc: str, out: pathlib.Path, architectures: list[str]) -> pathlib.Path:
     """The library of all sources, for all architectures and with PTX of the first."""
     out.mkdir(parents=True, exist_ok=True)
@@ -60,19 +69,21 @@ def compile_all(nvcc: str, out: pathlib.Path, architectures: list[str]) -> pathl
     targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
     targets.append(f"-gencode=arch=compute_{numbers[0]},code=compute_{numbers[0]}")
     compiler = os.environ.get("CC", "cc").split()
+    stamp = f'-DFS_BUILD_ID="{build_id()}"'
     commands, objects = [], []
     for source in [*SOURCES, *C_SOURCES]:
         target = out / f"{source.name}.o"
         objects.append(str(target))
         if source.suffix == ".cu":
-            commands.append([nvcc, *FLAGS, *ARITHMETIC, *targets, "-c", str(source)])
+            commands.append([nvcc, *FLAGS, *ARITHMETIC, *targets, stamp, "-c", str(source)])
         else:
             commands.append([*compiler, "-O3", "-std=c11", "-fPIC", "-c", str(source)])
         commands[-1] += ["-o", str(target)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(run, commands))
     library = out / "libfs_cuda.so"
-    run([nvcc, "-shared", *targets, *objects, "-o", str(library)])
+    exports = f"-Xlinker=--version-script={ROOT / 'csrc/cuda/exports.map'}"
+    run([nvcc, "-shared", *targets, *objects, exports, "-o", str(library)])
     return library
 
 

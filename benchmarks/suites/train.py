@@ -52,7 +52,11 @@ CONFIGS: dict[str, dict[str, int]] = {
 
 
 class Training:
-    """One rank of the native model."""
+    """One rank of the native model.
+
+    steps : of one sample.
+    offload : homes of memory classes, as keywords of flatshard.Offload.
+    """
 
     def __init__(
         self,
@@ -62,15 +66,25 @@ class Training:
         gather: Literal["view", "copy"],
         batch: int,
         length: int,
+        device: str = "cpu",
+        checkpointing: bool = False,
+        offload: dict[str, Any] | None = None,
+        steps: int = 1,
     ) -> None:
         import flatshard as fs
 
-        self.world = fs.init()
+        self.world = fs.init(device=device)
         whole = {"model_type": "llama", "tie_word_embeddings": False, **config}
-        sharding = fs.Sharding(stage=stage, gather=gather)
+        homes = fs.Offload(**offload) if offload else None
+        sharding = fs.Sharding(stage=stage, gather=gather, offload=homes)
         self.model = fs.models.Llama.from_config(
-            whole, world=self.world, sharding=sharding, precision=precision
+            whole,
+            world=self.world,
+            sharding=sharding,
+            precision=precision,
+            checkpointing=checkpointing,
         )
+        self.device, self.steps = device, steps
         self.optimizer = fs.AdamW(self.model, lr=1e-3)
         self.rng = np.random.default_rng(self.world.rank)
         self.shape = (batch, length)
@@ -93,12 +107,20 @@ class Training:
         assert abs(losses[0] - start) < 0.1 * start, f"first loss {losses[0]}, not near {start}"
         assert losses[2] < losses[0], f"the loss does not fall: {losses}"
 
+    def wait(self) -> None:
+        """A device may still be at the update: reading a weight waits for it."""
+        if self.device != "cpu":
+            self.model.shards.full(self.model.shards.names[-1])
+
     def sample(self) -> float:
-        tokens = self.batch()
+        batches = [self.batch() for _ in range(self.steps)]
+        self.wait()
         self.world.barrier()
         started = time.perf_counter()
-        self.step(tokens)
-        return time.perf_counter() - started
+        for tokens in batches:
+            self.step(tokens)
+        self.wait()
+        return (time.perf_counter() - started) / self.steps
 
     def close(self) -> None:
         self.world.close()

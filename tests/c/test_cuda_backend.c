@@ -1,4 +1,5 @@
 // needs: c++
+// stand-in only
 /* The CUDA library as its user sees it: the entry, contexts, memory, events, failures that stick,
  * streams of others. What the operations compute is for test_cuda_kernels and test_cuda_model. */
 #include <string.h>

@@ -1,5 +1,6 @@
 // sanitizers: tsan
 // needs: c++
+// stand-in only
 /* Memory, streams and events of csrc/cuda, and the stand-in itself: that it finds what it is for.
  * Each wait of a pipeline over three streams is left out once, and must be missed; code that a GPU
  * would punish must end the program, seen from a parent. */

@@ -21,6 +21,14 @@
 extern "C" {
 #endif
 
+/* 0 where the same tests run on a real GPU (tests/cuda/real.c): they leave out what only the stand-in
+ * can be made to do. */
+#ifdef FS_REAL_GPU
+#define FS_STAND_IN 0
+#else
+#define FS_STAND_IN 1
+#endif
+
 /* How the worker picks among operations that may run. */
 typedef enum fs_sim_order {
     FS_SIM_SHUFFLED, /* at random */
