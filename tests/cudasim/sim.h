@@ -21,8 +21,8 @@
 extern "C" {
 #endif
 
-/* 0 where the same tests run on a real GPU (tests/cuda/real.c): they leave out what only the stand-in
- * can be made to do. */
+/* 0 where the same tests run on a real GPU (tests/cuda/real.c): they leave out what only the
+ * stand-in can be made to do. */
 #ifdef FS_REAL_GPU
 #define FS_STAND_IN 0
 #else
