@@ -129,8 +129,8 @@ llama_plan(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     fs_ledger ledger = {0};
-    fs_status status = fs_llama_plan(&config, layout, &policy, checkpointing != 0, (size_t)batch,
-                                     (size_t)length, &ledger);
+    fs_status status = fs_llama_plan(&config, layout, &policy, checkpointing != 0, false,
+                                     (size_t)batch, (size_t)length, &ledger);
     fs_layout_free(layout);
     return status == FS_OK ? fs_py_ledger_dict(&ledger) : fs_raise(status, NULL);
 }

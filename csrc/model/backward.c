@@ -4,12 +4,13 @@
 #include "parts.h"
 
 /* The gradient of a branch: dx times the residual multiplier. */
-static const float *
+static const void *
 branch_grad(fs_llama *llama)
 {
     fs_batch *at = &llama->at;
     if (at->scaled != at->dx) {
         fs_scale scale = {.n = at->rows * llama->config.hidden_size,
+                          .dtype = at->dtype,
                           .out = at->scaled,
                           .x = at->dx,
                           .alpha = (float)llama->config.residual_multiplier};
@@ -26,14 +27,15 @@ mlp_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights, cons
     fs_batch *at = &llama->at;
     const fs_layer_saved *saved = &at->layers[layer];
     size_t rows = at->rows, hidden = config->hidden_size, wide = config->intermediate_size;
-    const float *dy = branch_grad(llama);
+    const void *dy = branch_grad(llama);
     FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_DOWN_BIAS), dy, hidden));
-    fs_gemm input = fs_linear_input_grad(at->wide, dy, hidden,
+    fs_gemm input = fs_linear_input_grad(llama, at->wide, dy, hidden,
                                          fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN), rows,
                                          wide, hidden, false);
     fs_multiply(llama, &input, 1);
     fs_swiglu swiglu = {.rows = rows,
                         .width = wide,
+                        .dtype = at->dtype,
                         .gate_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_GATE_BIAS),
                         .up_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_UP_BIAS),
                         .gate = saved->gate,
@@ -45,11 +47,11 @@ mlp_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights, cons
     FS_TRY(
         fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_UP_BIAS), saved->up, wide));
     const fs_weight_grad down = {fs_llama_param(config, layer, FS_ROLE_DOWN), dy, hidden, at->wide};
-    input = fs_linear_input_grad(at->branch, saved->gate, wide,
+    input = fs_linear_input_grad(llama, at->branch, saved->gate, wide,
                                  fs_layer_weight(llama, weights, layer, FS_ROLE_GATE), rows, hidden,
                                  wide, false);
     FS_TRY(fs_weight_grads(llama, sink, &down, 1, &input));
-    input = fs_linear_input_grad(at->branch, saved->up, wide,
+    input = fs_linear_input_grad(llama, at->branch, saved->up, wide,
                                  fs_layer_weight(llama, weights, layer, FS_ROLE_UP), rows, hidden,
                                  wide, true);
     fs_multiply(llama, &input, 1);
@@ -74,11 +76,11 @@ attention_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights
     const fs_layer_saved *saved = &at->layers[layer];
     size_t rows = at->rows, hidden = config->hidden_size;
     size_t q_n = config->num_attention_heads * config->head_dim;
-    const float *dy = branch_grad(llama);
+    const void *dy = branch_grad(llama);
     FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_O_BIAS), dy, hidden));
     const fs_weight_grad output = {fs_llama_param(config, layer, FS_ROLE_O), dy, hidden,
                                    saved->attended};
-    fs_gemm input = fs_linear_input_grad(at->dattended, dy, hidden,
+    fs_gemm input = fs_linear_input_grad(llama, at->dattended, dy, hidden,
                                          fs_layer_weight(llama, weights, layer, FS_ROLE_O), rows,
                                          q_n, hidden, false);
     FS_TRY(fs_weight_grads(llama, sink, &output, 1, &input));
@@ -115,9 +117,9 @@ projections_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weigh
     const size_t begins[] = {0, q_n, q_n + kv_n}, widths[] = {q_n, kv_n, kv_n};
     fs_weight_grad grads[3];
     for (int i = 0; i < 3; i++) {
-        const float *dy = at->projected + begins[i];
+        const void *dy = fs_act(llama, at->projected, begins[i]);
         FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, biases[i]), dy, all_n));
-        fs_gemm input = fs_linear_input_grad(at->branch, dy, all_n,
+        fs_gemm input = fs_linear_input_grad(llama, at->branch, dy, all_n,
                                              fs_layer_weight(llama, weights, layer, matrices[i]),
                                              at->rows, hidden, widths[i], i > 0);
         fs_multiply(llama, &input, 1);
@@ -136,6 +138,7 @@ layer_gathered(fs_llama *llama, size_t layer, const fs_unit_weights *weights, bo
     if (llama->checkpointing) {
         fs_norm norm = {.rows = llama->at.rows,
                         .width = llama->config.hidden_size,
+                        .dtype = llama->at.dtype,
                         .x = llama->at.layers[layer].x,
                         .alpha = (float)llama->config.residual_multiplier,
                         .eps = llama->config.rms_norm_eps};

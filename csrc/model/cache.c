@@ -5,13 +5,13 @@
 
 /* Places k and v of all layers; run on a counting arena first. */
 static fs_status
-place_cache(const fs_llama_config *config, fs_cache *cache, fs_arena *arena)
+place_cache(const fs_llama_config *config, fs_dtype dtype, fs_cache *cache, fs_arena *arena)
 {
     size_t n, nbytes;
     FS_TRY(fs_mul_size(cache->batch * config->num_key_value_heads, cache->capacity, &n));
     FS_TRY(fs_mul_size(n, fs_padded_dim(config->head_dim), &cache->layer_n));
     FS_TRY(fs_mul_size(cache->layer_n, config->num_hidden_layers, &n));
-    FS_TRY(fs_mul_size(n, sizeof(float), &nbytes));
+    FS_TRY(fs_mul_size(n, fs_dtype_nbytes(dtype), &nbytes));
     FS_TRY(fs_arena_take(arena, FS_MEM_CACHE, nbytes, &cache->k));
     return fs_arena_take(arena, FS_MEM_CACHE, nbytes, &cache->v);
 }
@@ -29,13 +29,14 @@ fs_llama_cache_begin(fs_llama *llama, size_t batch, size_t capacity)
     }
     FS_TRY(fs_world_usable(llama->world));
     fs_cache cache = {.batch = batch, .capacity = capacity};
+    fs_dtype dtype = llama->runtime != NULL ? llama->precision.param : FS_F32;
     fs_arena counting;
     fs_arena_init_counting(&counting, NULL, false);
-    FS_TRY(place_cache(&llama->config, &cache, &counting));
-    FS_TRY(fs_arena_open(&cache.arena, fs_world_ledger(llama->world), counting.used));
-    fs_status st = place_cache(&llama->config, &cache, &cache.arena);
+    FS_TRY(place_cache(&llama->config, dtype, &cache, &counting));
+    FS_TRY(fs_room_open(llama, "keys and values", false, counting.used, &cache.room));
+    fs_status st = place_cache(&llama->config, dtype, &cache, &cache.room.arena);
     if (st != FS_OK) {
-        fs_arena_close(&cache.arena);
+        fs_room_close(llama, &cache.room);
         return st;
     }
     llama->cache = cache;
@@ -45,7 +46,7 @@ fs_llama_cache_begin(fs_llama *llama, size_t batch, size_t capacity)
 void
 fs_llama_cache_end(fs_llama *llama)
 {
-    fs_arena_close(&llama->cache.arena);
+    fs_room_close(llama, &llama->cache.room);
     llama->cache = (fs_cache){.batch = 0};
 }
 
@@ -63,10 +64,11 @@ fs_llama_cache_extend(fs_llama *llama, const int32_t *tokens, size_t length, flo
     llama->at.past = cache->length;
     llama->at.kv_rows = cache->capacity;
     for (size_t layer = 0; layer < llama->config.num_hidden_layers; layer++) {
-        llama->at.layers[layer].k = cache->k + layer * cache->layer_n;
-        llama->at.layers[layer].v = cache->v + layer * cache->layer_n;
+        llama->at.layers[layer].k = fs_act(llama, cache->k, layer * cache->layer_n);
+        llama->at.layers[layer].v = fs_act(llama, cache->v, layer * cache->layer_n);
     }
-    FS_TRY(fs_llama_body_forward(llama, tokens));
+    FS_TRY(fs_llama_ids(llama, tokens, NULL, false));
+    FS_TRY(fs_llama_body_forward(llama));
     fs_head_call call = {.logits = logits, .last_only = true};
     FS_TRY(fs_llama_head(llama, &call));
     cache->length += length;

@@ -14,6 +14,7 @@ fs_llama_heads(const fs_llama *llama)
                       .head_dim = config->head_dim,
                       .padded_dim = llama->at.padded_dim,
                       .kv_rows = llama->at.kv_rows,
+                      .dtype = llama->at.dtype,
                       .cosines = llama->cosines + llama->at.past * config->head_dim / 2,
                       .sines = llama->sines + llama->at.past * config->head_dim / 2,
                       .q_scale = (float)config->attention_multiplier,
@@ -33,6 +34,7 @@ fs_llama_attention(const fs_llama *llama, const fs_layer_saved *saved)
                           .window = config->sliding_window,
                           .past = llama->at.past,
                           .kv_rows = llama->at.kv_rows,
+                          .dtype = llama->at.dtype,
                           .q = saved->q,
                           .k = saved->k,
                           .v = saved->v,
@@ -52,13 +54,12 @@ attention_forward(fs_llama *llama, size_t layer, const fs_unit_weights *weights,
     size_t rows = at->rows, hidden = config->hidden_size;
     size_t q_n = config->num_attention_heads * config->head_dim;
     size_t kv_n = config->num_key_value_heads * config->head_dim, all_n = q_n + 2 * kv_n;
-    float *to = at->projected;
     const fs_gemm projections[] = {
-        fs_linear(to, all_n, at->normed, fs_layer_weight(llama, weights, layer, FS_ROLE_Q), rows,
-                  hidden, q_n),
-        fs_linear(to + q_n, all_n, at->normed, fs_layer_weight(llama, weights, layer, FS_ROLE_K),
-                  rows, hidden, kv_n),
-        fs_linear(to + q_n + kv_n, all_n, at->normed,
+        fs_linear(llama, at->projected, all_n, at->normed,
+                  fs_layer_weight(llama, weights, layer, FS_ROLE_Q), rows, hidden, q_n),
+        fs_linear(llama, fs_act(llama, at->projected, q_n), all_n, at->normed,
+                  fs_layer_weight(llama, weights, layer, FS_ROLE_K), rows, hidden, kv_n),
+        fs_linear(llama, fs_act(llama, at->projected, q_n + kv_n), all_n, at->normed,
                   fs_layer_weight(llama, weights, layer, FS_ROLE_V), rows, hidden, kv_n),
     };
     fs_multiply(llama, projections, 3);
@@ -67,13 +68,13 @@ attention_forward(fs_llama *llama, size_t layer, const fs_unit_weights *weights,
     heads.k_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_K_BIAS);
     heads.v_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_V_BIAS);
     heads.q = saved->q;
-    heads.k = saved->k + at->past * at->padded_dim;
-    heads.v = saved->v + at->past * at->padded_dim;
+    heads.k = fs_act(llama, saved->k, at->past * at->padded_dim);
+    heads.v = fs_act(llama, saved->v, at->past * at->padded_dim);
     exec->device->model.heads(exec, &heads);
     fs_attention attention = fs_llama_attention(llama, saved);
     exec->device->model.attention(exec, &attention);
     fs_gemm output =
-        fs_linear(at->branch, hidden, saved->attended,
+        fs_linear(llama, at->branch, hidden, saved->attended,
                   fs_layer_weight(llama, weights, layer, FS_ROLE_O), rows, q_n, hidden);
     fs_multiply(llama, &output, 1);
 }
@@ -101,10 +102,10 @@ fs_llama_layer_forward(fs_llama *llama, size_t layer, const fs_unit_weights *wei
     norm.rstd = saved->rstd2;
     exec->device->model.norm(exec, &norm);
     const fs_gemm gate_up[] = {
-        fs_linear(saved->gate, wide, at->normed,
+        fs_linear(llama, saved->gate, wide, at->normed,
                   fs_layer_weight(llama, weights, layer, FS_ROLE_GATE), rows, hidden, wide),
-        fs_linear(saved->up, wide, at->normed, fs_layer_weight(llama, weights, layer, FS_ROLE_UP),
-                  rows, hidden, wide),
+        fs_linear(llama, saved->up, wide, at->normed,
+                  fs_layer_weight(llama, weights, layer, FS_ROLE_UP), rows, hidden, wide),
     };
     fs_multiply(llama, gate_up, 2);
     if (again) {
@@ -112,6 +113,7 @@ fs_llama_layer_forward(fs_llama *llama, size_t layer, const fs_unit_weights *wei
     }
     fs_swiglu swiglu = {.rows = rows,
                         .width = wide,
+                        .dtype = at->dtype,
                         .gate_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_GATE_BIAS),
                         .up_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_UP_BIAS),
                         .gate = saved->gate,
@@ -119,23 +121,24 @@ fs_llama_layer_forward(fs_llama *llama, size_t layer, const fs_unit_weights *wei
                         .act = at->wide};
     exec->device->model.swiglu(exec, &swiglu);
     fs_gemm down =
-        fs_linear(at->branch, hidden, at->wide,
+        fs_linear(llama, at->branch, hidden, at->wide,
                   fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN), rows, wide, hidden);
     fs_multiply(llama, &down, 1);
-    const float *bias = fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN_BIAS);
+    const void *bias = fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN_BIAS);
     if (bias != NULL) { /* added with the branch, after this unit is released */
-        exec->device->copy(exec, at->branch_bias, bias, hidden * sizeof *bias);
+        exec->device->copy(exec, at->branch_bias, bias, hidden * fs_dtype_nbytes(at->dtype));
     }
 }
 
 /* The norm at the start of layer (or of the head, where layer is their number): it first adds the
  * branch that the layer before left waiting. */
 static fs_norm
-norm_before(const fs_llama *llama, size_t layer, float *sum)
+norm_before(const fs_llama *llama, size_t layer, void *sum)
 {
     const fs_batch *at = &llama->at;
     fs_norm norm = {.rows = at->rows,
                     .width = llama->config.hidden_size,
+                    .dtype = at->dtype,
                     .alpha = (float)llama->config.residual_multiplier,
                     .eps = llama->config.rms_norm_eps};
     if (layer == 0) {
@@ -150,7 +153,7 @@ norm_before(const fs_llama *llama, size_t layer, float *sum)
 }
 
 fs_status
-fs_llama_body_forward(fs_llama *llama, const int32_t *tokens)
+fs_llama_body_forward(fs_llama *llama)
 {
     const fs_exec *exec = llama->exec;
     fs_batch *at = &llama->at;
@@ -160,10 +163,11 @@ fs_llama_body_forward(fs_llama *llama, const int32_t *tokens)
     fs_embed embed = {.rows = at->rows,
                       .width = llama->config.hidden_size,
                       .vocab = llama->config.vocab_size,
-                      .tokens = tokens,
+                      .tokens = at->ids.tokens,
                       .scale = (float)llama->config.embedding_multiplier,
                       .table = (const char *)table + at_n * fs_dtype_nbytes(llama->precision.param),
                       .table_dtype = llama->precision.param,
+                      .dtype = at->dtype,
                       .out = at->layers[0].x};
     exec->device->model.embed(exec, &embed);
     FS_TRY(fs_unit_release(llama->shards, 0));
@@ -179,17 +183,18 @@ fs_llama_body_forward(fs_llama *llama, const int32_t *tokens)
 
 // ---- head ---------------------------------------------------------------------------------------
 
-/* Logits of rows [begin, begin + n), scaled, into the caller's array and into the slice. */
+/* Scaled logits of n rows of at.normed from begin on, into out: fp32 whatever the activations. */
 static void
-logits_out(fs_llama *llama, const fs_head_call *call, const float *head, size_t begin, size_t n)
+make_logits(const fs_llama *llama, const void *head, size_t begin, size_t n, bool scaled,
+            float *out)
 {
     const fs_exec *exec = llama->exec;
     size_t vocab = llama->config.vocab_size, hidden = llama->config.hidden_size;
-    float *out = call->logits + begin * vocab;
-    fs_gemm logits =
-        fs_linear(out, vocab, llama->at.normed + begin * hidden, head, n, hidden, vocab);
+    fs_gemm logits = fs_linear(llama, out, vocab, fs_act(llama, llama->at.normed, begin * hidden),
+                               head, n, hidden, vocab);
+    logits.c_dtype = FS_F32;
     fs_multiply(llama, &logits, 1);
-    if (llama->config.logits_scaling != 1.0) {
+    if (scaled && llama->config.logits_scaling != 1.0) {
         fs_scale scale = {.n = n * vocab,
                           .out = out,
                           .x = out,
@@ -198,33 +203,59 @@ logits_out(fs_llama *llama, const fs_head_call *call, const float *head, size_t 
     }
 }
 
-static void
-slice_loss(fs_llama *llama, fs_head_call *call, const float *head, size_t begin, size_t n)
+/* Where n rows of logits for the caller are made, and how they come to row `to` of his: on the CPU
+ * they are made there. */
+static float *
+logits_at(const fs_llama *llama, const fs_head_call *call, size_t to)
 {
-    const fs_exec *exec = llama->exec;
-    fs_batch *at = &llama->at;
-    size_t vocab = llama->config.vocab_size, hidden = llama->config.hidden_size;
-    fs_gemm logits =
-        fs_linear(at->logits, vocab, at->normed + begin * hidden, head, n, hidden, vocab);
-    fs_multiply(llama, &logits, 1);
-    fs_xent xent = {.rows = n,
-                    .vocab = vocab,
-                    .logits = at->logits,
-                    .targets = call->targets + begin,
-                    .scale = (float)(1.0 / llama->config.logits_scaling),
-                    .dlogits = call->sink != NULL ? at->logits : NULL,
-                    .factor = (float)fs_shards_gradient_factor(llama->shards),
-                    .loss = at->losses};
-    exec->device->model.xent(exec, &xent);
-    for (size_t r = 0; r < n; r++) {
-        call->loss.sum += at->losses[r];
-        call->loss.tokens += call->targets[begin + r] != FS_TARGET_IGNORED;
+    return llama->runtime == NULL ? call->logits + to * llama->config.vocab_size : llama->at.logits;
+}
+
+static fs_status
+logits_out(fs_llama *llama, const fs_head_call *call, size_t to, size_t n)
+{
+    size_t vocab = llama->config.vocab_size;
+    return llama->runtime == NULL ? FS_OK
+                                  : fs_llama_logits(llama, n * vocab, call->logits + to * vocab);
+}
+
+/* A (batch, vocab) array from the last row of each sequence. */
+static fs_status
+last_logits(fs_llama *llama, const fs_head_call *call, const void *head)
+{
+    const fs_batch *at = &llama->at;
+    for (size_t begin = 0; begin < at->batch; begin += at->slice) {
+        size_t n = at->batch - begin < at->slice ? at->batch - begin : at->slice;
+        float *out = logits_at(llama, call, begin);
+        for (size_t b = 0; b < n; b++) {
+            make_logits(llama, head, (begin + b + 1) * at->length - 1, 1, true,
+                        out + b * llama->config.vocab_size);
+        }
+        FS_TRY(logits_out(llama, call, begin, n));
     }
+    return FS_OK;
+}
+
+static void
+slice_loss(fs_llama *llama, const fs_head_call *call, const void *head, size_t begin, size_t n)
+{
+    fs_batch *at = &llama->at;
+    make_logits(llama, head, begin, n, false, at->logits);
+    fs_xent xent = {.rows = n,
+                    .vocab = llama->config.vocab_size,
+                    .logits = at->logits,
+                    .targets = at->ids.targets + begin,
+                    .scale = (float)(1.0 / llama->config.logits_scaling),
+                    .dlogits = call->sink != NULL ? at->dlogits : NULL,
+                    .dtype = at->dtype,
+                    .factor = (float)fs_shards_gradient_factor(llama->shards),
+                    .loss = at->losses + begin};
+    llama->exec->device->model.xent(llama->exec, &xent);
 }
 
 /* From the gradient of a slice's logits: the head's, and that of its normed rows. */
 static void
-slice_backward(fs_llama *llama, const fs_head_call *call, const float *head, float *dhead,
+slice_backward(fs_llama *llama, const fs_head_call *call, const void *head, float *dhead,
                bool dhead_add, size_t begin, size_t n)
 {
     fs_batch *at = &llama->at;
@@ -236,40 +267,29 @@ slice_backward(fs_llama *llama, const fs_head_call *call, const float *head, flo
                                    .m = vocab,
                                    .n = hidden,
                                    .k = n,
-                                   .a = at->logits,
+                                   .dtype = at->dtype,
+                                   .c_dtype = FS_F32,
+                                   .a = at->dlogits,
                                    .lda = vocab,
-                                   .b = at->normed + begin * hidden,
+                                   .b = fs_act(llama, at->normed, begin * hidden),
                                    .ldb = hidden,
                                    .beta = dhead_add ? 1.0f : 0.0f,
                                    .c = dhead,
                                    .ldc = hidden};
     }
     if (call->normed_grad) {
-        gemms[taken++] = fs_linear_input_grad(at->branch + begin * hidden, at->logits, vocab, head,
-                                              n, hidden, vocab, false);
+        gemms[taken++] = fs_linear_input_grad(llama, fs_act(llama, at->branch, begin * hidden),
+                                              at->dlogits, vocab, head, n, hidden, vocab, false);
     }
     fs_multiply(llama, gemms, taken);
 }
 
 static fs_status
-head_slices(fs_llama *llama, fs_head_call *call, const float *head)
+head_slices(fs_llama *llama, fs_head_call *call, const void *head)
 {
     fs_batch *at = &llama->at;
-    size_t vocab = llama->config.vocab_size, hidden = llama->config.hidden_size;
     if (call->last_only) {
-        for (size_t b = 0; b < at->batch; b++) {
-            /* Row b of a (batch, vocab) array from the last row of sequence b. */
-            const float *row = at->normed + ((b + 1) * at->length - 1) * hidden;
-            float *out = call->logits + b * vocab;
-            fs_gemm logits = fs_linear(out, vocab, row, head, 1, hidden, vocab);
-            fs_multiply(llama, &logits, 1);
-            fs_scale scale = {.n = vocab,
-                              .out = out,
-                              .x = out,
-                              .alpha = (float)(1.0 / llama->config.logits_scaling)};
-            llama->exec->device->model.scale(llama->exec, &scale);
-        }
-        return FS_OK;
+        return last_logits(llama, call, head);
     }
     fs_sink *sink = llama->config.tie_word_embeddings ? call->tied : call->sink;
     int param = fs_llama_lm_head(&llama->config);
@@ -279,9 +299,10 @@ head_slices(fs_llama *llama, fs_head_call *call, const float *head)
     for (size_t begin = 0; begin < at->rows; begin += at->slice) {
         size_t n = at->rows - begin < at->slice ? at->rows - begin : at->slice;
         if (call->logits != NULL) {
-            logits_out(llama, call, head, begin, n);
+            make_logits(llama, head, begin, n, true, logits_at(llama, call, begin));
+            FS_TRY(logits_out(llama, call, begin, n));
         }
-        if (call->targets != NULL) {
+        if (call->losses) {
             slice_loss(llama, call, head, begin, n);
         }
         if (call->sink != NULL) {
@@ -304,8 +325,8 @@ head_gathered(fs_llama *llama, fs_head_call *call, const fs_unit_weights *weight
     const fs_llama_config *config = &llama->config;
     fs_batch *at = &llama->at;
     int norm_param = fs_llama_final_norm(config);
-    const float *norm_weight = fs_param_weight(llama, weights, norm_param);
-    const float *head = fs_param_weight(llama, config->tie_word_embeddings ? table : weights,
+    const void *norm_weight = fs_param_weight(llama, weights, norm_param);
+    const void *head = fs_param_weight(llama, config->tie_word_embeddings ? table : weights,
                                         fs_llama_lm_head(config));
     fs_norm norm = norm_before(llama, config->num_hidden_layers, at->last);
     norm.weight = norm_weight;
@@ -328,7 +349,6 @@ fs_llama_head(fs_llama *llama, fs_head_call *call)
     int unit = fs_llama_head_unit(&llama->config);
     bool tied = llama->config.tie_word_embeddings;
     fs_unit_weights weights, table = {0};
-    call->loss = (fs_loss){0};
     FS_TRY(fs_llama_gather(llama, unit, 0, &weights));
     fs_status st = FS_OK;
     if (tied) {

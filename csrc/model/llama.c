@@ -59,8 +59,16 @@ fs_llama_open(const fs_llama_config *config, fs_shards *shards, bool checkpointi
     llama->world = fs_shards_world(shards); /* its ledger must outlive our memory */
     fs_world_retain(llama->world);
     llama->exec = fs_world_exec(llama->world);
+    llama->runtime = llama->exec->device->runtime;
     llama->checkpointing = checkpointing;
     fs_status st;
+    if (llama->runtime != NULL) {
+        fs_context *context = llama->exec->context;
+        FS_TRY_GOTO(llama->runtime->event_open(context, &llama->event), st, fail);
+        FS_TRY_GOTO(llama->runtime->reserve(context, llama->exec->stream,
+                                            llama->runtime->gemm_scratch_nbytes()),
+                    st, fail);
+    }
     size_t size = (size_t)fs_world_size(llama->world);
     FS_TRY_GOTO(fs_calloc(config->num_hidden_layers, sizeof *llama->layers, &llama->layers), st,
                 fail);
@@ -83,8 +91,12 @@ fs_llama_close(fs_llama *llama)
         return;
     }
     fs_llama_cache_end(llama);
-    fs_arena_close(&llama->arena);
-    fs_arena_close(&llama->rope_arena);
+    fs_room_close(llama, &llama->room);
+    fs_room_close(llama, &llama->host_room);
+    fs_room_close(llama, &llama->rope_room);
+    if (llama->event != NULL) {
+        llama->runtime->event_close(llama->exec->context, llama->event);
+    }
     fs_free(llama->layers);
     fs_free(llama->payloads);
     fs_world_release(llama->world);
@@ -92,6 +104,24 @@ fs_llama_close(fs_llama *llama)
 }
 
 // ---- room ---------------------------------------------------------------------------------------
+
+/* The rotary tables, filled: on a device by way of memory of the host. */
+static fs_status
+fill_rope(fs_llama *llama, size_t length)
+{
+    size_t n = length * (llama->config.head_dim / 2);
+    if (llama->runtime == NULL) {
+        fs_rope_fill(&llama->config, length, llama->cosines, llama->sines);
+        return FS_OK;
+    }
+    float *filled;
+    FS_TRY(fs_calloc(2 * n, sizeof *filled, &filled));
+    fs_rope_fill(&llama->config, length, filled, filled + n);
+    llama->runtime->copy(llama->exec, llama->cosines, filled, n * sizeof *filled);
+    llama->runtime->copy(llama->exec, llama->sines, filled + n, n * sizeof *filled);
+    fs_free(filled); /* pageable memory: read before the copy returns */
+    return FS_OK;
+}
 
 static fs_status
 make_rope(fs_llama *llama, size_t length)
@@ -103,34 +133,55 @@ make_rope(fs_llama *llama, size_t length)
     fs_arena_init_counting(&counting, NULL, false);
     FS_TRY(fs_rope_place(&llama->config, length, &counting, &llama->cosines, &llama->sines));
     llama->rope_length = 0;
-    fs_arena_close(&llama->rope_arena);
-    FS_TRY(fs_arena_open(&llama->rope_arena, fs_world_ledger(llama->world), counting.used));
-    FS_TRY(
-        fs_rope_place(&llama->config, length, &llama->rope_arena, &llama->cosines, &llama->sines));
-    fs_rope_fill(&llama->config, length, llama->cosines, llama->sines);
+    fs_room_close(llama, &llama->rope_room);
+    FS_TRY(fs_room_open(llama, "rotary tables", false, counting.used, &llama->rope_room));
+    FS_TRY(fs_rope_place(&llama->config, length, &llama->rope_room.arena, &llama->cosines,
+                         &llama->sines));
+    FS_TRY(fill_rope(llama, length));
     llama->rope_length = length;
     return FS_OK;
+}
+
+fs_form
+fs_llama_form(const fs_llama *llama)
+{
+    return (fs_form){.config = &llama->config,
+                     .layout = llama->layout,
+                     .precision = llama->precision,
+                     .checkpointing = llama->checkpointing,
+                     .device = llama->runtime != NULL};
+}
+
+/* Opens the room anew where it is too small. Else what is placed stands over it, uncounted: the
+ * ledger keeps the rows of the largest micro-batch. */
+static fs_status
+grow_room(fs_llama *llama, const char *what, bool pinned, size_t nbytes, fs_room *room,
+          fs_arena *over, fs_arena **out)
+{
+    if (nbytes <= room->arena.capacity) {
+        fs_arena_init_over(over, NULL, room->arena.base, room->arena.capacity);
+        *out = over;
+        return FS_OK;
+    }
+    fs_room_close(llama, room);
+    *out = &room->arena;
+    return fs_room_open(llama, what, pinned, nbytes, room);
 }
 
 fs_status
 fs_llama_make_room(fs_llama *llama, fs_mode mode, size_t batch, size_t length, size_t keys)
 {
-    fs_arena counting, over;
+    fs_arena counting, host_counting, over, host_over, *arena, *host;
+    fs_form form = fs_llama_form(llama);
     fs_arena_init_counting(&counting, NULL, false);
-    FS_TRY(fs_llama_place(&llama->config, llama->layout, &llama->precision, llama->checkpointing,
-                          mode, batch, length, keys, llama->layers, &counting, &llama->at));
+    fs_arena_init_counting(&host_counting, NULL, false);
+    FS_TRY(fs_llama_place(&form, mode, batch, length, keys, llama->layers, &counting,
+                          &host_counting, &llama->at));
     FS_TRY(make_rope(llama, keys));
-    fs_arena *arena = &over;
-    if (counting.used > llama->arena.capacity) {
-        fs_arena_close(&llama->arena);
-        arena = &llama->arena;
-        FS_TRY(fs_arena_open(arena, fs_world_ledger(llama->world), counting.used));
-    } else {
-        /* Charged when it was mapped: the ledger keeps the rows of the largest micro-batch. */
-        fs_arena_init_over(&over, NULL, llama->arena.base, llama->arena.capacity);
-    }
-    return fs_llama_place(&llama->config, llama->layout, &llama->precision, llama->checkpointing,
-                          mode, batch, length, keys, llama->layers, arena, &llama->at);
+    FS_TRY(grow_room(llama, "activations", false, counting.used, &llama->room, &over, &arena));
+    FS_TRY(grow_room(llama, "ids and losses", true, host_counting.used, &llama->host_room,
+                     &host_over, &host));
+    return fs_llama_place(&form, mode, batch, length, keys, llama->layers, arena, host, &llama->at);
 }
 
 // ---- checks -------------------------------------------------------------------------------------
@@ -192,18 +243,18 @@ first_trainable_unit(const fs_llama *llama)
 
 /* The embedding's share, on top of a tied head's; published last. */
 static fs_status
-embed_backward(fs_llama *llama, const int32_t *tokens, fs_sink *sink, bool keep_local)
+embed_backward(fs_llama *llama, fs_sink *sink, bool keep_local)
 {
     fs_batch *at = &llama->at;
     fs_embed_grad embed = {.rows = at->rows,
                            .width = llama->config.hidden_size,
                            .vocab = llama->config.vocab_size,
                            .scale = (float)llama->config.embedding_multiplier,
+                           .dtype = at->dtype,
                            .dy = at->dx,
-                           .first = at->id_first,
-                           .sorted = at->id_sorted};
+                           .first = at->ids.first,
+                           .sorted = at->ids.sorted};
     if (fs_sink_begin(llama, sink, 0, &embed.dtable, &embed.add)) {
-        fs_sort_rows(tokens, at->rows, embed.vocab, at->id_first, at->id_sorted);
         llama->exec->device->model.embed_grad(llama->exec, &embed);
         FS_TRY(fs_sink_end(llama, sink, 0));
     }
@@ -211,8 +262,7 @@ embed_backward(fs_llama *llama, const int32_t *tokens, fs_sink *sink, bool keep_
 }
 
 static fs_status
-backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, bool keep_local,
-         fs_loss *out)
+backward(fs_llama *llama, bool keep_local)
 {
     int first = first_trainable_unit(llama);
     int head_unit = fs_llama_head_unit(&llama->config);
@@ -223,9 +273,8 @@ backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, bool ke
         FS_TRY(fs_sink_open(llama, 0, &embed));
     }
     fs_head_call call = {
-        .targets = targets, .sink = &head, .tied = &embed, .input_grad = first < head_unit};
+        .losses = true, .sink = &head, .tied = &embed, .input_grad = first < head_unit};
     FS_TRY(fs_llama_head(llama, &call));
-    *out = call.loss;
     FS_TRY(fs_sink_publish(llama, &head, keep_local));
     for (size_t layer = llama->config.num_hidden_layers; layer-- > 0;) {
         if (fs_llama_layer_unit(layer) >= first) {
@@ -238,7 +287,17 @@ backward(fs_llama *llama, const int32_t *tokens, const int32_t *targets, bool ke
     if (!tied) {
         FS_TRY(fs_sink_open(llama, 0, &embed));
     }
-    return embed_backward(llama, tokens, &embed, keep_local);
+    return embed_backward(llama, &embed, keep_local);
+}
+
+static int64_t
+count_targets(const int32_t *targets, size_t n)
+{
+    int64_t count = 0;
+    for (size_t i = 0; i < n; i++) {
+        count += targets[i] != FS_TARGET_IGNORED;
+    }
+    return count;
 }
 
 fs_status
@@ -247,10 +306,12 @@ fs_llama_forward_backward(fs_llama *llama, const int32_t *tokens, const int32_t 
 {
     FS_TRY(check_call(llama, tokens, targets, batch, length));
     FS_TRY(fs_llama_make_room(llama, FS_MODE_TRAIN, batch, length, length));
-    FS_TRY(fs_llama_body_forward(llama, tokens));
-    fs_loss loss;
-    FS_TRY(backward(llama, tokens, targets, keep_local, &loss));
+    FS_TRY(fs_llama_ids(llama, tokens, targets, true));
+    fs_loss loss = {.tokens = count_targets(targets, llama->at.rows)};
+    FS_TRY(fs_llama_body_forward(llama));
+    FS_TRY(backward(llama, keep_local));
     FS_TRY(fs_round_end(llama->shards, count < 0 ? loss.tokens : count, keep_local));
+    FS_TRY(fs_llama_losses(llama, &loss.sum));
     *out = loss;
     return FS_OK;
 }
@@ -264,13 +325,15 @@ fs_llama_forward(fs_llama *llama, const int32_t *tokens, const int32_t *targets,
     }
     FS_TRY(check_call(llama, tokens, targets, batch, length));
     FS_TRY(fs_llama_make_room(llama, FS_MODE_FORWARD, batch, length, length));
-    FS_TRY(fs_llama_body_forward(llama, tokens));
-    fs_head_call call = {.targets = targets, .logits = logits, .last_only = last_only};
+    FS_TRY(fs_llama_ids(llama, tokens, targets, false));
+    FS_TRY(fs_llama_body_forward(llama));
+    fs_head_call call = {.losses = targets != NULL, .logits = logits, .last_only = last_only};
     FS_TRY(fs_llama_head(llama, &call));
-    if (targets != NULL) {
-        *out = call.loss;
+    if (targets == NULL) {
+        return FS_OK;
     }
-    return FS_OK;
+    out->tokens = count_targets(targets, llama->at.rows);
+    return fs_llama_losses(llama, &out->sum);
 }
 
 fs_status

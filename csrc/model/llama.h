@@ -54,10 +54,10 @@ FS_NODISCARD fs_status
 fs_llama_open(const fs_llama_config *config, fs_shards *shards, bool checkpointing, fs_llama **out);
 void fs_llama_close(fs_llama *llama);
 
-/* Adds what forward_backward of (batch, length) will hold to plan. */
+/* Adds what forward_backward of (batch, length) will hold to plan, on a device or on the CPU. */
 FS_NODISCARD fs_status
 fs_llama_plan(const fs_llama_config *config, const fs_layout *layout, const fs_policy *policy,
-              bool checkpointing, size_t batch, size_t length, fs_ledger *plan);
+              bool checkpointing, bool device, size_t batch, size_t length, fs_ledger *plan);
 
 /* Initial weights by a counter-based generator: element i of parameter p depends on (seed, p, i)
  * alone, whatever the world and the instruction set. Norms 1, biases 0, linear and embedding

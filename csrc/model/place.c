@@ -23,18 +23,35 @@ take_floats(fs_arena *arena, fs_mem_class memory_class, size_t a, size_t b, size
     return take(arena, memory_class, a, b, c, sizeof(float), out);
 }
 
+/* Elements of activations. */
+static fs_status
+take_acts(fs_arena *arena, fs_mem_class memory_class, const fs_batch *at, size_t a, size_t b,
+          void **out)
+{
+    return take(arena, memory_class, a, b, 1, fs_dtype_nbytes(at->dtype), out);
+}
+
+static fs_status
+take_ids(fs_arena *arena, size_t n, int32_t **out)
+{
+    return take(arena, FS_MEM_WORKSPACE, n, 1, 1, sizeof(int32_t), out);
+}
+
 // ---- head slices --------------------------------------------------------------------------------
 
-/* Below 256 rows the head's GEMMs slow down; a slice of logits should stay near 16 MiB. */
+/* Below 256 rows the head's GEMMs slow down; a slice of logits should stay near 16 MiB. A device
+ * wants larger products, and has no cache of that size. */
 #define SLICE_MIN ((size_t)256)
 #define SLICE_MAX ((size_t)1024)
 #define SLICE_NBYTES ((size_t)16 << 20)
+#define DEVICE_TIMES 8
 
 static size_t
-slice_rows(size_t rows, size_t vocab)
+slice_rows(size_t rows, size_t vocab, bool device)
 {
-    size_t wanted = SLICE_NBYTES / sizeof(float) / vocab / SLICE_MIN * SLICE_MIN;
-    return fs_min_size(rows, fs_min_size(fs_max_size(wanted, SLICE_MIN), SLICE_MAX));
+    size_t times = device ? DEVICE_TIMES : 1;
+    size_t wanted = times * SLICE_NBYTES / sizeof(float) / vocab / SLICE_MIN * SLICE_MIN;
+    return fs_min_size(rows, fs_min_size(fs_max_size(wanted, SLICE_MIN), times * SLICE_MAX));
 }
 
 // ---- activations --------------------------------------------------------------------------------
@@ -46,86 +63,126 @@ place_layer(const fs_llama_config *config, const fs_batch *at, fs_arena *arena, 
     const fs_mem_class kind = FS_MEM_ACTIVATIONS;
     size_t q_heads = config->num_attention_heads, kv_heads = config->num_key_value_heads;
     FS_TRY(take_floats(arena, kind, at->rows, 1, 1, &out->rstd1));
-    FS_TRY(take_floats(arena, kind, at->rows, q_heads, at->padded_dim, &out->q));
-    FS_TRY(take_floats(arena, kind, at->rows, kv_heads, at->padded_dim, &out->k));
-    FS_TRY(take_floats(arena, kind, at->rows, kv_heads, at->padded_dim, &out->v));
-    FS_TRY(take_floats(arena, kind, at->rows, q_heads, config->head_dim, &out->attended));
+    FS_TRY(take_acts(arena, kind, at, at->rows, q_heads * at->padded_dim, &out->q));
+    FS_TRY(take_acts(arena, kind, at, at->rows, kv_heads * at->padded_dim, &out->k));
+    FS_TRY(take_acts(arena, kind, at, at->rows, kv_heads * at->padded_dim, &out->v));
+    FS_TRY(take_acts(arena, kind, at, at->rows, q_heads * config->head_dim, &out->attended));
     FS_TRY(take_floats(arena, kind, at->rows, q_heads, 1, &out->lse));
     FS_TRY(take_floats(arena, kind, at->rows, 1, 1, &out->rstd2));
-    FS_TRY(take_floats(arena, kind, at->rows, config->intermediate_size, 1, &out->gate));
-    return take_floats(arena, kind, at->rows, config->intermediate_size, 1, &out->up);
+    FS_TRY(take_acts(arena, kind, at, at->rows, config->intermediate_size, &out->gate));
+    return take_acts(arena, kind, at, at->rows, config->intermediate_size, &out->up);
 }
 
 /* Training keeps the input of every layer, and the rest of every layer or, with checkpointing,
  * one set that all layers share. Forward alone has one stream that is added to in place. */
 static fs_status
-place_layers(const fs_llama_config *config, bool checkpointing, fs_mode mode,
-             fs_layer_saved *layers, fs_arena *arena, fs_batch *out)
+place_layers(const fs_form *form, fs_mode mode, fs_layer_saved *layers, fs_arena *arena,
+             fs_batch *out)
 {
+    const fs_llama_config *config = form->config;
     const fs_mem_class kind = FS_MEM_ACTIVATIONS;
     size_t hidden = config->hidden_size;
+    bool checkpointing = form->checkpointing;
     for (size_t layer = 0; layer < config->num_hidden_layers; layer++) {
         fs_layer_saved saved = layer == 0 ? (fs_layer_saved){0} : layers[layer - 1];
         if (layer == 0 || (mode == FS_MODE_TRAIN && !checkpointing)) {
             FS_TRY(place_layer(config, out, arena, &saved));
         }
         if (layer == 0 || mode == FS_MODE_TRAIN) {
-            FS_TRY(take_floats(arena, kind, out->rows, hidden, 1, &saved.x));
+            FS_TRY(take_acts(arena, kind, out, out->rows, hidden, &saved.x));
         }
         if (mode == FS_MODE_FORWARD) {
             saved.middle = saved.x;
         } else if (layer == 0 || !checkpointing) {
-            FS_TRY(take_floats(arena, kind, out->rows, hidden, 1, &saved.middle));
+            FS_TRY(take_acts(arena, kind, out, out->rows, hidden, &saved.middle));
         }
         layers[layer] = saved;
     }
     if (mode == FS_MODE_FORWARD) {
         out->last = layers[0].x;
     } else {
-        FS_TRY(take_floats(arena, kind, out->rows, hidden, 1, &out->last));
+        FS_TRY(take_acts(arena, kind, out, out->rows, hidden, &out->last));
     }
     return take_floats(arena, kind, out->rows, 1, 1, &out->rstd_last);
 }
 
 static fs_status
-place_forward_scratch(const fs_llama_config *config, fs_arena *arena, fs_batch *out)
+place_forward_scratch(const fs_form *form, fs_arena *arena, fs_batch *out)
 {
+    const fs_llama_config *config = form->config;
     const fs_mem_class kind = FS_MEM_WORKSPACE;
     size_t hidden = config->hidden_size, kv_heads = config->num_key_value_heads;
     size_t heads = config->num_attention_heads + 2 * kv_heads;
-    FS_TRY(take_floats(arena, kind, out->rows, hidden, 1, &out->normed));
-    FS_TRY(take_floats(arena, kind, out->rows, hidden, 1, &out->branch));
-    FS_TRY(take_floats(arena, kind, hidden, 1, 1, &out->branch_bias));
-    FS_TRY(take_floats(arena, kind, out->rows, config->intermediate_size, 1, &out->wide));
-    FS_TRY(take_floats(arena, kind, out->rows, heads, config->head_dim, &out->projected));
-    FS_TRY(take_floats(arena, kind, out->batch * kv_heads, out->padded_dim, out->padded_length,
-                       &out->k_turned));
-    FS_TRY(take_floats(arena, kind, out->slice, config->vocab_size, 1, &out->logits));
-    return take(arena, kind, out->slice, 1, 1, sizeof(double), &out->losses);
+    FS_TRY(take_acts(arena, kind, out, out->rows, hidden, &out->normed));
+    FS_TRY(take_acts(arena, kind, out, out->rows, hidden, &out->branch));
+    FS_TRY(take_acts(arena, kind, out, hidden, 1, &out->branch_bias));
+    FS_TRY(take_acts(arena, kind, out, out->rows, config->intermediate_size, &out->wide));
+    FS_TRY(take_acts(arena, kind, out, out->rows, heads * config->head_dim, &out->projected));
+    if (!form->device) {
+        FS_TRY(take_floats(arena, kind, out->batch * kv_heads, out->padded_dim, out->padded_length,
+                           &out->k_turned));
+    }
+    return take_floats(arena, kind, out->slice, config->vocab_size, 1, &out->logits);
 }
 
 static fs_status
-place_backward_scratch(const fs_llama_config *config, fs_arena *arena, fs_batch *out)
+place_backward_scratch(const fs_form *form, fs_arena *arena, fs_batch *out)
 {
+    const fs_llama_config *config = form->config;
     const fs_mem_class kind = FS_MEM_WORKSPACE;
     size_t hidden = config->hidden_size;
     size_t q_heads = config->num_attention_heads, kv_heads = config->num_key_value_heads;
-    FS_TRY(take_floats(arena, kind, out->rows, hidden, 1, &out->dx));
+    out->dlogits = out->logits;
+    if (out->dtype != FS_F32) {
+        FS_TRY(take_acts(arena, kind, out, out->slice, config->vocab_size, &out->dlogits));
+    }
+    FS_TRY(take_acts(arena, kind, out, out->rows, hidden, &out->dx));
     out->scaled = out->dx;
     if (config->residual_multiplier != 1.0) {
-        FS_TRY(take_floats(arena, kind, out->rows, hidden, 1, &out->scaled));
+        FS_TRY(take_acts(arena, kind, out, out->rows, hidden, &out->scaled));
     }
-    FS_TRY(take_floats(arena, kind, out->rows, q_heads, config->head_dim, &out->dattended));
-    FS_TRY(take_floats(arena, kind, out->rows, q_heads, out->padded_dim, &out->dattended_packed));
+    FS_TRY(take_acts(arena, kind, out, out->rows, q_heads * config->head_dim, &out->dattended));
     FS_TRY(take_floats(arena, kind, out->rows, q_heads, 1, &out->delta));
-    FS_TRY(take_floats(arena, kind, out->rows, q_heads, out->padded_dim, &out->dq));
-    FS_TRY(take_floats(arena, kind, out->rows, kv_heads, out->padded_dim, &out->dk));
-    FS_TRY(take_floats(arena, kind, out->rows, kv_heads, out->padded_dim, &out->dv));
-    FS_TRY(take_floats(arena, kind, out->batch * kv_heads, out->padded_dim, out->padded_length,
-                       &out->v_turned));
-    FS_TRY(take_floats(arena, kind, FS_NORM_CHUNKS, hidden, 1, &out->norm_partial));
-    FS_TRY(take(arena, kind, config->vocab_size + 1, 1, 1, sizeof(int32_t), &out->id_first));
-    return take(arena, kind, out->rows, 1, 1, sizeof(int32_t), &out->id_sorted);
+    FS_TRY(take_acts(arena, kind, out, out->rows, q_heads * out->padded_dim, &out->dq));
+    FS_TRY(take_acts(arena, kind, out, out->rows, kv_heads * out->padded_dim, &out->dk));
+    FS_TRY(take_acts(arena, kind, out, out->rows, kv_heads * out->padded_dim, &out->dv));
+    if (!form->device) {
+        FS_TRY(take_floats(arena, kind, out->rows, q_heads, out->padded_dim,
+                           &out->dattended_packed));
+        FS_TRY(take_floats(arena, kind, out->batch * kv_heads, out->padded_dim, out->padded_length,
+                           &out->v_turned));
+    }
+    return take_floats(arena, kind, FS_NORM_CHUNKS, hidden, 1, &out->norm_partial);
+}
+
+/* Ids, and on the CPU no more than the rows by id: tokens and targets are the caller's. */
+static fs_status
+place_ids(const fs_form *form, fs_mode mode, bool device, fs_arena *arena, size_t rows, fs_ids *out)
+{
+    if (device) {
+        FS_TRY(take_ids(arena, rows, &out->tokens));
+        FS_TRY(take_ids(arena, rows, &out->targets));
+    }
+    if (mode != FS_MODE_TRAIN) {
+        return FS_OK;
+    }
+    FS_TRY(take_ids(arena, form->config->vocab_size + 1, &out->first));
+    return take_ids(arena, rows, &out->sorted);
+}
+
+/* What the host gives, and what it is given. */
+static fs_status
+place_exchange(const fs_form *form, fs_mode mode, fs_arena *arena, fs_arena *host, fs_batch *out)
+{
+    FS_TRY(place_ids(form, mode, form->device, arena, out->rows, &out->ids));
+    if (!form->device) {
+        return take(arena, FS_MEM_WORKSPACE, out->rows, 1, 1, sizeof(double), &out->losses);
+    }
+    FS_TRY(place_ids(form, mode, true, host, out->rows, &out->host_ids));
+    FS_TRY(take(host, FS_MEM_WORKSPACE, out->rows, 1, 1, sizeof(double), &out->losses));
+    return mode == FS_MODE_TRAIN ? FS_OK
+                                 : take_floats(host, FS_MEM_WORKSPACE, out->slice,
+                                               form->config->vocab_size, 1, &out->landing);
 }
 
 /* Elements of the widened image: the largest unit, or a tied head with the table behind it. */
@@ -153,11 +210,16 @@ largest_trainable(const fs_layout *layout)
 }
 
 fs_status
-fs_llama_place(const fs_llama_config *config, const fs_layout *layout,
-               const fs_precision *precision, bool checkpointing, fs_mode mode, size_t batch,
-               size_t length, size_t keys, fs_layer_saved *layers, fs_arena *arena, fs_batch *out)
+fs_llama_place(const fs_form *form, fs_mode mode, size_t batch, size_t length, size_t keys,
+               fs_layer_saved *layers, fs_arena *arena, fs_arena *host, fs_batch *out)
 {
-    *out = (fs_batch){.batch = batch, .length = length, .kv_rows = length, .layers = layers};
+    const fs_llama_config *config = form->config;
+    const fs_precision *precision = &form->precision;
+    *out = (fs_batch){.dtype = form->device ? precision->param : FS_F32,
+                      .batch = batch,
+                      .length = length,
+                      .kv_rows = length,
+                      .layers = layers};
     size_t padded;
     FS_TRY(fs_mul_size(batch, length, &out->rows));
     FS_TRY(fs_mul_size(batch * config->num_key_value_heads, fs_padded_length(keys), &padded));
@@ -169,18 +231,20 @@ fs_llama_place(const fs_llama_config *config, const fs_layout *layout,
     }
     out->padded_dim = fs_padded_dim(config->head_dim);
     out->padded_length = fs_padded_length(keys);
-    out->slice = slice_rows(out->rows, config->vocab_size);
-    FS_TRY(place_layers(config, checkpointing, mode, layers, arena, out));
-    FS_TRY(place_forward_scratch(config, arena, out));
+    out->slice = slice_rows(out->rows, config->vocab_size, form->device);
+    FS_TRY(place_layers(form, mode, layers, arena, out));
+    FS_TRY(place_forward_scratch(form, arena, out));
+    FS_TRY(place_exchange(form, mode, arena, host, out));
     if (mode == FS_MODE_TRAIN) {
-        FS_TRY(place_backward_scratch(config, arena, out));
+        FS_TRY(place_backward_scratch(form, arena, out));
         if (precision->reduce != FS_F32) {
-            FS_TRY(take_floats(arena, FS_MEM_WORKSPACE, largest_trainable(layout), 1, 1,
+            FS_TRY(take_floats(arena, FS_MEM_WORKSPACE, largest_trainable(form->layout), 1, 1,
                                &out->staged));
         }
     }
-    if (precision->param != FS_F32) {
-        FS_TRY(take_floats(arena, FS_MEM_WIDENED, widened_n(config, layout), 1, 1, &out->widened));
+    if (precision->param != out->dtype) {
+        FS_TRY(take_floats(arena, FS_MEM_WIDENED, widened_n(config, form->layout), 1, 1,
+                           &out->widened));
     }
     return FS_OK;
 }
@@ -236,19 +300,25 @@ fs_rope_fill(const fs_llama_config *config, size_t length, float *cosines, float
 
 fs_status
 fs_llama_plan(const fs_llama_config *config, const fs_layout *layout, const fs_policy *policy,
-              bool checkpointing, size_t batch, size_t length, fs_ledger *plan)
+              bool checkpointing, bool device, size_t batch, size_t length, fs_ledger *plan)
 {
     FS_TRY(fs_llama_check(config));
     fs_layer_saved *layers = NULL;
     FS_TRY(fs_calloc(config->num_hidden_layers, sizeof *layers, &layers));
-    fs_arena arena;
+    const fs_form form = {.config = config,
+                          .layout = layout,
+                          .precision = policy->precision,
+                          .checkpointing = checkpointing,
+                          .device = device};
+    fs_arena arena, host;
     fs_batch at;
     float *cosines, *sines;
     fs_arena_init_counting(&arena, plan, false);
+    fs_arena_init_counting(&host, plan, false);
     fs_status st = fs_rope_place(config, length, &arena, &cosines, &sines);
     if (st == FS_OK) {
-        st = fs_llama_place(config, layout, &policy->precision, checkpointing, FS_MODE_TRAIN, batch,
-                            length, length, layers, &arena, &at);
+        st = fs_llama_place(&form, FS_MODE_TRAIN, batch, length, length, layers, &arena, &host,
+                            &at);
     }
     fs_free(layers);
     return st;

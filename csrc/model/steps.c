@@ -9,7 +9,7 @@ fs_llama_gather(fs_llama *llama, int unit, size_t widened_at_n, fs_unit_weights 
     const void *weights;
     FS_TRY(fs_unit_gather(llama->shards, unit, &weights));
     out->unit = unit;
-    if (llama->precision.param == FS_F32) {
+    if (llama->precision.param == llama->at.dtype) {
         out->weights = weights;
         return FS_OK;
     }
@@ -26,7 +26,7 @@ fs_llama_release(fs_llama *llama, const fs_unit_weights *weights)
     return fs_unit_release(llama->shards, weights->unit);
 }
 
-const float *
+const void *
 fs_layer_weight(const fs_llama *llama, const fs_unit_weights *weights, size_t layer, fs_role role)
 {
     int param = fs_llama_param(&llama->config, layer, role);
@@ -36,13 +36,15 @@ fs_layer_weight(const fs_llama *llama, const fs_unit_weights *weights, size_t la
 // ---- products -----------------------------------------------------------------------------------
 
 fs_gemm
-fs_linear(float *y, size_t ldy, const float *x, const float *weight, size_t rows, size_t in,
-          size_t out)
+fs_linear(const fs_llama *llama, void *y, size_t ldy, const void *x, const void *weight,
+          size_t rows, size_t in, size_t out)
 {
     return (fs_gemm){.trans_b = true,
                      .m = rows,
                      .n = out,
                      .k = in,
+                     .dtype = llama->at.dtype,
+                     .c_dtype = llama->at.dtype,
                      .a = x,
                      .lda = in,
                      .b = weight,
@@ -53,12 +55,14 @@ fs_linear(float *y, size_t ldy, const float *x, const float *weight, size_t rows
 }
 
 fs_gemm
-fs_linear_input_grad(float *dx, const float *dy, size_t ldy, const float *weight, size_t rows,
-                     size_t in, size_t out, bool add)
+fs_linear_input_grad(const fs_llama *llama, void *dx, const void *dy, size_t ldy,
+                     const void *weight, size_t rows, size_t in, size_t out, bool add)
 {
     return (fs_gemm){.m = rows,
                      .n = in,
                      .k = out,
+                     .dtype = llama->at.dtype,
+                     .c_dtype = llama->at.dtype,
                      .a = dy,
                      .lda = ldy,
                      .b = weight,
@@ -89,6 +93,8 @@ weight_grad_gemm(fs_llama *llama, const fs_sink *sink, const fs_weight_grad *gra
                      .m = rows,
                      .n = in,
                      .k = llama->at.rows,
+                     .dtype = llama->at.dtype,
+                     .c_dtype = FS_F32,
                      .a = grad->dy,
                      .lda = grad->ldy,
                      .b = grad->x,
@@ -130,9 +136,10 @@ fs_weight_grads(fs_llama *llama, const fs_sink *sink, const fs_weight_grad *grad
 }
 
 fs_status
-fs_bias_grad(fs_llama *llama, const fs_sink *sink, int param, const float *dy, size_t ldy)
+fs_bias_grad(fs_llama *llama, const fs_sink *sink, int param, const void *dy, size_t ldy)
 {
-    fs_column_sum sum = {.rows = llama->at.rows, .stride = ldy, .x = dy};
+    fs_column_sum sum = {
+        .rows = llama->at.rows, .stride = ldy, .dtype = llama->at.dtype, .x = dy};
     if (param < 0 || !fs_sink_begin(llama, sink, param, &sum.out, &sum.add)) {
         return FS_OK;
     }
@@ -142,11 +149,12 @@ fs_bias_grad(fs_llama *llama, const fs_sink *sink, int param, const float *dy, s
 }
 
 fs_status
-fs_norm_backward(fs_llama *llama, const fs_sink *sink, int param, const float *x, const float *rstd,
-                 const float *weight, bool dx_add)
+fs_norm_backward(fs_llama *llama, const fs_sink *sink, int param, const void *x, const float *rstd,
+                 const void *weight, bool dx_add)
 {
     fs_norm_grad norm = {.rows = llama->at.rows,
                          .width = llama->config.hidden_size,
+                         .dtype = llama->at.dtype,
                          .x = x,
                          .rstd = rstd,
                          .weight = weight,
