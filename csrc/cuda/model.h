@@ -44,4 +44,7 @@ fs_cuda_column_sum(fs_cuda_stream stream, const fs_column_sum *op);
 FS_NODISCARD fs_status
 fs_cuda_scale(fs_cuda_stream stream, const fs_scale *op);
 
+FS_NODISCARD fs_status
+fs_cuda_normal(fs_cuda_stream stream, const fs_normal *op);
+
 #endif
