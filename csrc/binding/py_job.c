@@ -245,7 +245,7 @@ job_files(PyObject *object, void *Py_UNUSED(closure))
 
 static PyMethodDef job_methods[] = {
     {"world", KEYWORDS(fs_py_job_world), METH_VARARGS | METH_KEYWORDS,
-     "world($self, /, rank, ranks, timeout, report_after, threads)\n--\n\n"
+     "world($self, /, rank, ranks, timeout, report_after, threads, device=None, ordinal=0)\n--\n\n"
      "This rank's world of the whole job; collective. threads 0: this rank's share of ranks."},
     {"leave", job_leave, METH_VARARGS,
      "leave($self, rank, failed, text, /)\n--\n\nMarks a rank as gone, and says how."},

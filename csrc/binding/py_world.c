@@ -6,6 +6,7 @@
 
 #include "../base/cpu.h"
 #include "../base/env.h"
+#include "py_device.h"
 
 static PyTypeObject *world_type; /* one module per process, which is never unloaded */
 
@@ -74,12 +75,19 @@ choose_threads(long asked, int ranks, size_t *out)
 PyObject *
 fs_py_job_world(PyObject *object, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"rank", "ranks", "timeout", "report_after", "threads", NULL};
-    int rank, ranks;
+    static char *names[] = {"rank",   "ranks",   "timeout", "report_after", "threads",
+                            "device", "ordinal", NULL};
+    PyObject *device = Py_None;
+    int rank, ranks, ordinal = 0;
     long threads = 0;
     fs_deadlines deadlines;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iiddl:world", names, &rank, &ranks,
-                                     &deadlines.timeout_s, &deadlines.report_after_s, &threads)) {
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iiddl|Oi:world", names, &rank, &ranks,
+                                     &deadlines.timeout_s, &deadlines.report_after_s, &threads,
+                                     &device, &ordinal)) {
+        return NULL;
+    }
+    const fs_device *table = device != Py_None ? fs_py_device_get(device) : NULL;
+    if (device != Py_None && table == NULL) {
         return NULL;
     }
     fs_job *job = fs_py_job_get(object);
@@ -98,10 +106,15 @@ fs_py_job_world(PyObject *object, PyObject *args, PyObject *keywords)
         Py_DECREF(self);
         return NULL;
     }
-    fs_isa isa;
-    fs_status st = fs_isa_choose(&isa);
-    if (st == FS_OK) {
-        st = fs_device_cpu(isa, &self->exec.device);
+    self->ordinal = ordinal;
+    fs_status st;
+    if (table != NULL) {
+        self->exec.device = table;
+        FS_CALL(NULL, st, table->runtime->context_open(ordinal, &self->exec.context));
+    } else {
+        fs_isa isa;
+        st = fs_isa_choose(&isa);
+        st = st == FS_OK ? fs_device_cpu(isa, &self->exec.device) : st;
     }
     if (st == FS_OK) {
         st = fs_pool_open(self->threads, &self->exec.pool);
@@ -154,6 +167,17 @@ world_end(fs_py_world *self)
     }
 }
 
+/* Waits for the device, not for peers: without the GIL all the same. */
+static void
+close_context(const fs_exec *exec)
+{
+    if (exec->context != NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        exec->device->runtime->context_close(exec->context);
+        Py_END_ALLOW_THREADS
+    }
+}
+
 static void
 world_dealloc(PyObject *object)
 {
@@ -163,6 +187,7 @@ world_dealloc(PyObject *object)
     PyErr_Fetch(&type_, &value, &traceback);
     world_end(self);
     fs_pool_close(self->exec.pool);
+    close_context(&self->exec);
     Py_XDECREF(self->on_event);
     Py_XDECREF(self->parent);
     PyErr_Restore(type_, value, traceback);
@@ -225,6 +250,7 @@ world_split(PyObject *object, PyObject *args)
     self->world = part;
     self->parent = Py_NewRef(object);
     self->exec = (fs_exec){0};
+    self->ordinal = parent->ordinal;
     self->threads = parent->threads;
     self->on_event = Py_XNewRef(parent->on_event);
     fs_world_set_interrupted(part, look_up, self);
@@ -344,6 +370,18 @@ world_get_device(PyObject *object, void *Py_UNUSED(closure))
 }
 
 static PyObject *
+world_get_ordinal(PyObject *object, void *Py_UNUSED(closure))
+{
+    fs_world *world = fs_py_world_get(object);
+    if (world == NULL) {
+        return NULL;
+    }
+    return fs_world_exec(world)->context != NULL
+               ? PyLong_FromLong(((fs_py_world *)object)->ordinal)
+               : Py_NewRef(Py_None);
+}
+
+static PyObject *
 world_get_on_event(PyObject *object, void *Py_UNUSED(closure))
 {
     PyObject *on_event = ((fs_py_world *)object)->on_event;
@@ -423,6 +461,7 @@ static PyGetSetDef world_getset[] = {
     {"threads", world_get_threads, NULL, "compute threads of this rank", NULL},
     {"is_threads", world_get_is_threads, NULL, "are ranks threads of one process?", NULL},
     {"device", world_get_device, NULL, "name of the device table", NULL},
+    {"ordinal", world_get_ordinal, NULL, "number of the rank's device, or None on the CPU", NULL},
     {"on_event", world_get_on_event, world_set_on_event, "called with the text of each event",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -15,6 +15,7 @@ typedef struct fs_py_world {
     fs_world *world;  /* NULL: closed */
     PyObject *parent; /* the job, or the world that was split; keeps exec alive */
     fs_exec exec;     /* unused in a part: that one uses its parent's */
+    int ordinal;      /* of exec's device */
     size_t threads;
     PyObject *on_event; /* called with the text of each event, or NULL */
 } fs_py_world;

@@ -109,7 +109,7 @@ copy_out(const fs_world *world, void *dst, const void *src, size_t nbytes)
         return;
     }
     if (nbytes >= 64 * 1024) {
-        world->exec->device->copy(world->exec, dst, src, nbytes);
+        world->host.device->copy(&world->host, dst, src, nbytes);
     } else {
         memcpy(dst, src, nbytes);
     }

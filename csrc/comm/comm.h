@@ -141,7 +141,7 @@ void fs_job_interrupt(fs_job *job);
 void fs_job_close(fs_job *job);
 
 /* The world of all ranks of the job, seen from rank. Takes a reference on the job. Collective.
- * exec: device table and threads for sums in collectives; the world keeps the pointer. */
+ * exec: where the rank computes, and its threads; the world keeps the pointer. */
 FS_NODISCARD fs_status
 fs_world_open(fs_job *job, int rank, const fs_exec *exec, const fs_deadlines *deadlines,
               fs_world **out);
@@ -164,7 +164,10 @@ int fs_world_rank(const fs_world *world);
 int fs_world_job_rank(const fs_world *world);
 int fs_world_size(const fs_world *world);
 fs_job *fs_world_job(const fs_world *world);
+/* Where the rank computes: on the CPU, or on a device. */
 const fs_exec *fs_world_exec(const fs_world *world);
+/* The same on the CPU: for arrays in host memory, such as those of collectives. */
+const fs_exec *fs_world_host_exec(const fs_world *world);
 fs_ledger *fs_world_ledger(fs_world *world);
 /* True where ranks are threads of one process. */
 bool fs_world_is_threads(const fs_world *world);

@@ -27,7 +27,7 @@ static void
 sum_floats(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *const *src, size_t n,
            void *out)
 {
-    const fs_exec *exec = world->exec;
+    const fs_exec *exec = &world->host;
     bool narrow = dtype == FS_BF16 || dtype == FS_F16;
     fs_sum sum = {
         .src = src,
@@ -59,7 +59,7 @@ fs_reduce_pieces(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *c
     if (!fs_dtype_is_float(dtype) || op == FS_MAX || op == FS_MIN) {
         memcpy(out, src[0], n * each);
         for (int r = 1; r < world->size; r++) {
-            world->exec->device->combine(world->exec, (int)op, dtype, out, src[r], n);
+            world->host.device->combine(&world->host, (int)op, dtype, out, src[r], n);
         }
         return;
     }

@@ -231,6 +231,7 @@ struct fs_world {
     size_t page_nbytes;
     uint64_t fences; /* entered and finished by this rank: the k of the next one */
     const fs_exec *exec;
+    fs_exec host; /* exec, or the CPU's table where that is a device's: for collectives */
     fs_deadlines deadlines;
     fs_ledger ledger;
 

@@ -43,6 +43,19 @@ world_free(fs_world *world)
     fs_free(world);
 }
 
+/* Collectives are over host memory, whatever device the rank has. */
+static fs_status
+host_exec(const fs_exec *exec, fs_exec *out)
+{
+    fs_isa isa;
+    *out = (fs_exec){.device = exec->device, .pool = exec->pool};
+    if (exec->device->runtime == NULL) {
+        return FS_OK;
+    }
+    FS_TRY(fs_isa_choose(&isa));
+    return fs_device_cpu(isa, &out->device);
+}
+
 static fs_status
 world_new(fs_job *job, int rank, int size, const fs_exec *exec, const fs_deadlines *deadlines,
           fs_world **out)
@@ -50,6 +63,7 @@ world_new(fs_job *job, int rank, int size, const fs_exec *exec, const fs_deadlin
     fs_world *world;
     FS_TRY(fs_calloc(1, sizeof *world, &world));
     fs_status st;
+    FS_TRY_GOTO(host_exec(exec, &world->host), st, fail);
     FS_TRY_GOTO(fs_calloc((size_t)size, sizeof *world->ranks, &world->ranks), st, fail);
     FS_TRY_GOTO(fs_calloc(FS_EVENTS_MAX, FS_REPORT_NBYTES, &world->events), st, fail);
     atomic_store(&world->refs, 1);
@@ -320,6 +334,12 @@ const fs_exec *
 fs_world_exec(const fs_world *world)
 {
     return world->exec;
+}
+
+const fs_exec *
+fs_world_host_exec(const fs_world *world)
+{
+    return &world->host;
 }
 
 fs_ledger *

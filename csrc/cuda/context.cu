@@ -5,10 +5,13 @@
 #include <mutex>
 #include <new>
 
+#include <unistd.h>
+
 #include "context.cuh"
 
 struct fs_context {
     int ordinal;
+    pid_t owner; /* a forked child has no device */
     bool has_failed;
     fs_cuda_stream streams[FS_STREAM_COUNT];
     void *scratch[FS_STREAM_COUNT];
@@ -116,13 +119,25 @@ enter(int ordinal, int *out_before)
     return *out_before == ordinal ? FS_OK : fs_cuda_device_use(ordinal);
 }
 
+static fs_status
+check_owner(const fs_context *context)
+{
+    return context->owner == getpid()
+               ? FS_OK
+               : FS_FAIL(FS_ESTATE, "device cuda:%d is used by the parent process: a forked child "
+                                    "cannot go on with it; start workers with 'spawn'",
+                         context->ordinal);
+}
+
 extern "C" bool
 fs_cuda_context_enter(fs_context *context, int *out_before)
 {
     if (context->has_failed) {
         return false;
     }
-    fs_cuda_context_keep(context, enter(context->ordinal, out_before));
+    fs_status status = check_owner(context);
+    status = status == FS_OK ? enter(context->ordinal, out_before) : status;
+    fs_cuda_context_keep(context, status);
     return !context->has_failed;
 }
 
@@ -140,6 +155,7 @@ static fs_status
 on_device(const fs_context *context, Call call)
 {
     int before = context->ordinal;
+    FS_TRY(check_owner(context));
     FS_TRY(enter(context->ordinal, &before));
     fs_status status = call();
     fs_cuda_context_exit(context, before);
@@ -245,6 +261,7 @@ context_open(int ordinal, fs_context **out)
         return FS_FAIL(FS_ENOMEM, "no memory for a context of device cuda:%d", ordinal);
     }
     context->ordinal = ordinal;
+    context->owner = getpid();
     fs_status status = on_device(context, [context] { return open_parts(context); });
     if (status != FS_OK) {
         fs_kept why;
