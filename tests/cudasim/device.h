@@ -89,7 +89,8 @@ struct sim_device {
     int index = 0;
     std::condition_variable changed;
     std::thread worker;
-    int running = 0; /* operations that use its memory now */
+    int running = 0;      /* operations that use its memory now */
+    bool is_open = false; /* its memory, to the host too */
     std::mt19937_64 random;
     size_t taken = 0;
     std::set<cudaStream_t> streams;
@@ -101,6 +102,7 @@ struct sim_device {
 
 static const size_t SIM_PAGE = 4096;
 static const size_t SIM_ALIGNMENT = 256;
+static const size_t SIM_LARGE = (size_t)1 << 22; /* from here on in large pages */
 static const unsigned char SIM_CANARY = 0xa5;
 
 struct sim_state {

@@ -106,9 +106,11 @@ cudaMalloc(void **out, size_t nbytes)
     unsigned char *pages = static_cast<unsigned char *>(mapping) + SIM_PAGE;
     unsigned char *begin = pages + (mapped - padded); /* its end lies at the guard page */
     (void)mprotect(pages, mapped, PROT_READ | PROT_WRITE);
+    /* Opening and closing it page by page, for every operation, would take most of the time. */
+    (void)madvise(pages, mapped, mapped >= SIM_LARGE ? MADV_HUGEPAGE : MADV_NORMAL);
     std::memset(pages, 0xff, mapped);
     std::memset(begin + nbytes, SIM_CANARY, padded - nbytes);
-    (void)mprotect(pages, mapped, PROT_NONE);
+    (void)mprotect(pages, mapped, device.is_open ? PROT_READ | PROT_WRITE : PROT_NONE);
     device.memory[reinterpret_cast<uintptr_t>(begin)] = sim_allocation{nbytes, mapped, mapping};
     device.taken += nbytes;
     *out = begin;

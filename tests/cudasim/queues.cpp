@@ -219,24 +219,35 @@ choose_stream(sim_device &device)
 
 // ---- running ------------------------------------------------------------------------------------
 
-/* Runs with the memory of the devices open. */
+/* Closes the memory of a device that uses it no more. */
+static void
+close_memory(sim_device &device)
+{
+    if (device.is_open && device.running == 0) {
+        sim_protect(device, PROT_NONE);
+        device.is_open = false;
+    }
+}
+
+/* Runs with the memory of the devices open, and leaves it open: the next operation, which mostly
+ * follows at once, need not open it again. The lock is held between this and what closes it. */
 static void
 run_on(sim_lock &lock, const std::set<sim_device *> &devices, const char *name,
        const std::function<void()> &run)
 {
     for (sim_device *device : devices) {
-        if (device->running++ == 0) {
+        if (!device->is_open) {
             sim_protect(*device, PROT_READ | PROT_WRITE);
+            device->is_open = true;
         }
+        device->running++;
     }
     lock.unlock();
     run();
     lock.lock();
     for (sim_device *device : devices) {
         sim_check_canaries(*device, name);
-        if (--device->running == 0) {
-            sim_protect(*device, PROT_NONE);
-        }
+        device->running--;
     }
 }
 
@@ -252,6 +263,7 @@ hold(sim_lock &lock, sim_meeting &meeting)
     meeting.state = sim_meeting::DONE;
     meeting.parts.clear();
     for (sim_device *device : devices) {
+        close_memory(*device);
         sim_wake(*device);
     }
 }
@@ -263,6 +275,7 @@ serve(sim_device *device)
     while (!sim.stop) {
         cudaStream_t stream = choose_stream(*device);
         if (stream == NULL) {
+            close_memory(*device);
             device->changed.wait(lock);
             continue;
         }
