@@ -10,9 +10,12 @@ import os
 import pathlib
 import platform
 import re
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +38,57 @@ def pytest_configure(config: pytest.Config) -> None:
     """A shell starts background jobs with Ctrl-C ignored; tests of Ctrl-C need it heard."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("FLATSHARD_TEST_DEVICE"):
+        compute_on(os.environ["FLATSHARD_TEST_DEVICE"])
+
+
+@functools.cache
+def cuda_library() -> pathlib.Path:
+    """The library of device "cuda": what FLATSHARD_CUDA_LIBRARY names, else csrc/cuda on the
+    stand-in for CUDA's runtime, compiled when it changed."""
+    named = os.environ.get("FLATSHARD_CUDA_LIBRARY")
+    if named:
+        return pathlib.Path(named)
+    from flatshard import _core
+
+    clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    done = subprocess.run(
+        ["make", "-s", "-f", "tests/c/Makefile", f"-j{os.cpu_count() or 1}", "stand-in"]
+        + [f"BUILD_ID={_core.build_id()}"],
+        cwd=ROOT,
+        env=clean,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return ROOT / "build/ctest/plain/libfs_cuda.so"
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Device "cuda" works in the test, and in processes that it starts; the library's path."""
+    for program in ("make", os.environ.get("CXX", "g++").split()[0]):
+        if shutil.which(program) is None:
+            assert not os.environ.get("CI"), f"no {program}"
+            pytest.skip(f"no {program}: the stand-in for CUDA cannot be built")
+    monkeypatch.setenv("FLATSHARD_CUDA_LIBRARY", str(cuda_library()))
+    return cuda_library()
+
+
+def compute_on(device: str) -> None:
+    """Makes local_world one of this device where a test does not say: FLATSHARD_TEST_DEVICE."""
+    import flatshard
+    from flatshard import job
+
+    os.environ["FLATSHARD_CUDA_LIBRARY"] = str(cuda_library())
+    on_cpu = job.local_world
+
+    def on_device(n: int, **words: Any) -> flatshard.LocalWorld:
+        return on_cpu(n, **{"device": device, **words})
+
+    job.local_world = flatshard.local_world = on_device
 
 
 def pytest_report_header(config: pytest.Config) -> str:

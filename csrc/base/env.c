@@ -13,6 +13,8 @@ static const fs_env_entry table[] = {
      "real-time signal that asks a late rank for its Python line (default: a free one from 54 on); "
      "0: none"},
     {"FLATSHARD_BLAS", "path of the CBLAS library to load instead of scipy-openblas32"},
+    {"FLATSHARD_CUDA_LIBRARY",
+     "path of the library for device 'cuda' to load instead of the package's"},
     {"FLATSHARD_CUBLAS", "path of the cuBLAS library (libcublas.so.*) to load instead of others"},
     {"FLATSHARD_NCCL", "path of the NCCL library (libnccl.so.2) to load instead of others"},
     {"FLATSHARD_WATCH_WRITES",
@@ -23,6 +25,7 @@ static const fs_env_entry table[] = {
     {"FLATSHARD_DEBUG", "when building: 1 makes a build for a debugger"},
     {"FLATSHARD_SANITIZE", "when building: sanitizers of the compiler, such as address,undefined"},
     {"FLATSHARD_THREADS_ONLY", "when building: 1 leaves out worlds of processes"},
+    {"FLATSHARD_CUDA", "when building: 1 needs the CUDA library, 0 leaves it out"},
     {"FLATSHARD_MANYLINUX", "when building: 1 links for older systems, for a wheel"},
     {NULL, NULL},
 };

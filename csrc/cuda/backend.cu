@@ -146,6 +146,7 @@ make_table(void)
     table.model.swiglu_grad = row<fs_swiglu, fs_cuda_swiglu_grad>;
     table.model.xent = row<fs_xent, fs_cuda_xent>;
     table.model.column_sum = row<fs_column_sum, fs_cuda_column_sum>;
+    table.model.normal = row<fs_normal, fs_cuda_normal>;
     table.model.scale = row<fs_scale, fs_cuda_scale>;
     return table;
 }

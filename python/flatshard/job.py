@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from . import _core, _locate, _log, _start
+from . import _core, _device, _locate, _log, _start
 from .errors import ConfigError
 from .world import World, reason_of
 
@@ -76,8 +76,10 @@ def init(
 
     Parameters
     ----------
-    device : {"cpu"}
-        Where ranks compute.
+    device : {"cpu", "cuda", "cuda:N"}
+        Where ranks compute, and shards lie. "cuda": each on the GPU with the number of its rank on
+        this host (``LOCAL_RANK``); a number is for one rank a process may see, or for each rank
+        being shown its own.
     backend : {"auto", "node"}
         What connects them: the memory of one host.
     timeout : float, seconds
@@ -93,16 +95,23 @@ def init(
     WorldError
         If ranks did not come in time, or the world of an earlier call is over and was not closed.
     ConfigError
-        If the environment is incomplete or contradicts itself.
+        If the environment is incomplete or contradicts itself, or the device cannot be used: the
+        text says what is missing.
     NotImplementedError
-        If the ranks are on several hosts, or for a device or backend that is not there yet.
+        If the ranks are on several hosts, or for a backend that is not there yet.
     """
     world: World | None = getattr(_of_thread, "world", None) or _Process.world
     if world is not None:
         world._core.usable()
+        kind, ordinal = _device.parse(device)
+        here = world.device if ordinal is not None else world.device.partition(":")[0]
+        if kind != "cpu" and here != device:
+            raise ConfigError(
+                f"device={device!r}: the world of this process is on {world.device!r} already; "
+                "close it first"
+            )
         return world
-    if device != "cpu":
-        raise NotImplementedError(f"device={device!r} is not there yet: ranks compute on 'cpu'")
+    kind, ordinal = _device.parse(device)
     if backend not in ("auto", "node"):
         raise NotImplementedError(f"backend={backend!r} is not there yet: use 'auto' or 'node'")
     timeout = _seconds("FLATSHARD_TIMEOUT", _positive("timeout", timeout))
@@ -111,6 +120,11 @@ def init(
         raise ValueError(f"threads: expected 1 or more, got {threads}")
 
     place = _start.find_place()
+    ordinal = place.local_rank if ordinal is None else ordinal
+    library = None
+    if kind == "cuda":
+        library = _device.load()
+        _device.check_ordinal(library, ordinal, f"rank {place.rank} (by LOCAL_RANK or the like)")
     _log.set_rank(place.rank, thread_only=False)
     job = _join(place, timeout)
     _log.set_keep(lambda text: job.say(place.rank, text), thread_only=False)
@@ -122,6 +136,8 @@ def init(
             timeout=timeout,
             report_after=report_after,
             threads=threads or 0,
+            device=library,
+            ordinal=ordinal,
         )
     except BaseException as error:
         job.leave(place.rank, True, reason_of(error))
@@ -136,7 +152,8 @@ def init(
     _Process.world = World(core, local_rank=place.local_rank, on_close=_forget)
     _log.logger.info(
         "rank %d of %d (%s), %d threads, %s",
-        place.rank, place.size, place.launcher, core.threads, core.device,
+        place.rank, place.size, place.launcher, core.threads,
+        core.device if core.ordinal is None else _Process.world.device,
     )  # fmt: skip
     return _Process.world
 
@@ -202,10 +219,20 @@ END_S = 10.0
 class LocalWorld:
     """Ranks as threads of this process. Made by :func:`local_world`."""
 
-    def __init__(self, size: int, *, timeout: float, threads: int | None) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        timeout: float,
+        threads: int | None,
+        device: _core.Device | None = None,
+        first: int = 0,
+    ) -> None:
         self.size = size
         self._timeout = timeout
         self._threads = threads
+        self._device = device
+        self._first = first
 
     def __repr__(self) -> str:
         return f"<flatshard.LocalWorld of {self.size} ranks>"
@@ -297,6 +324,8 @@ class _Rank:
                 timeout=_seconds("FLATSHARD_TIMEOUT", local._timeout),
                 report_after=_seconds("FLATSHARD_REPORT_AFTER", REPORT_AFTER_S),
                 threads=local._threads or 0,
+                device=local._device,
+                ordinal=local._first + self.rank,
             )
             world = World(core, local_rank=self.rank, on_close=lambda: None)
             _of_thread.world = world
@@ -318,7 +347,11 @@ class _Rank:
 
 
 def local_world(
-    n: int, *, timeout: float = LOCAL_TIMEOUT_S, threads: int | None = None
+    n: int,
+    *,
+    device: str = "cpu",
+    timeout: float = LOCAL_TIMEOUT_S,
+    threads: int | None = None,
 ) -> LocalWorld:
     """A world of n ranks that are threads of this process: for notebooks and tests.
 
@@ -329,10 +362,17 @@ def local_world(
     ----------
     n : int
         Ranks.
+    device : {"cpu", "cuda", "cuda:N"}
+        Where ranks compute: with "cuda" rank r on GPU r, with a number from that GPU on.
     timeout : float, seconds
         How long a wait for other ranks may take.
     threads : int, optional
         Compute threads of each rank (default ``FLATSHARD_THREADS``, else its share).
+
+    Raises
+    ------
+    ConfigError
+        There are fewer GPUs than ranks, or none can be used: the text says why.
 
     Examples
     --------
@@ -344,4 +384,10 @@ def local_world(
         raise ValueError(f"n: expected 1 or more ranks, got {n!r}")
     if threads is not None and threads < 1:
         raise ValueError(f"threads: expected 1 or more, got {threads}")
-    return LocalWorld(n, timeout=_positive("timeout", timeout), threads=threads)
+    timeout = _positive("timeout", timeout)
+    kind, ordinal = _device.parse(device)
+    if kind == "cpu":
+        return LocalWorld(n, timeout=timeout, threads=threads)
+    library, first = _device.load(), ordinal or 0
+    _device.check_ordinal(library, first + n - 1, f"rank {n - 1} of local_world({n})")
+    return LocalWorld(n, timeout=timeout, threads=threads, device=library, first=first)

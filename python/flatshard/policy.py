@@ -356,6 +356,7 @@ def resolve(
     produced: str = "float32",
     one_host: bool = True,
     pool: bool = True,
+    device: str = "cpu",
 ) -> Policy:
     """Turn words into the three integers and five dtypes that the core knows.
 
@@ -374,6 +375,8 @@ def resolve(
         Whether all ranks share memory: what ``gather="auto"`` looks at.
     pool : bool
         Whether the core holds memory for gathered units, with stage 3 and "copy".
+    device : str
+        Of the world: on any but "cpu" weights lie in its memory, and are gathered by copies.
 
     Returns
     -------
@@ -383,7 +386,8 @@ def resolve(
     Raises
     ------
     ValueError
-        ``replicate`` does not divide the world, or the preset is unknown.
+        ``replicate`` does not divide the world, the preset is unknown, or ``gather="view"`` where
+        ranks cannot share weights: on several hosts, or on a device.
     """
     if isinstance(precision, str):
         if precision not in PRESETS:
@@ -395,9 +399,14 @@ def resolve(
         )
     gather = sharding.gather
     if gather == "auto":
-        gather = "view" if one_host else "copy"
+        gather = "view" if one_host and device == "cpu" else "copy"
     if gather == "view" and not one_host:
         raise ValueError('Sharding(gather="view") needs all ranks on one host; use "copy"')
+    if gather == "view" and device != "cpu":
+        raise ValueError(
+            f'Sharding(gather="view") shares weights in host memory, and this world computes on '
+            f'{device}: use "copy", or "auto"'
+        )
     weights: Literal["shared", "whole", "shard"] = "shared"
     if gather == "copy":
         weights = "shard" if sharding.stage == 3 else "whole"

@@ -102,7 +102,13 @@ def shard(
     taken = take_groups(groups)
     dtypes = {a.dtype.name for a in arrays.values()}
     produced = "bfloat16" if dtypes == {"bfloat16"} else "float32"
-    policy = resolve(world.size, sharding=sharding, precision=precision, produced=produced)
+    policy = resolve(
+        world.size,
+        sharding=sharding,
+        precision=precision,
+        produced=produced,
+        device=world.device,
+    )
     shards = Shards(
         world,
         parameters=parameters,

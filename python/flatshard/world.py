@@ -76,6 +76,9 @@ class World:
         True on rank 0.
     threads : int
         Compute threads of this rank: ``FLATSHARD_THREADS``, else its share of the processors.
+    device : str
+        Where this rank computes: "cpu", or "cuda:N". Collectives of a world are over arrays in host
+        memory all the same.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class World:
         self.local_rank = local_rank
         self.is_main = self.rank == 0
         self.threads: int = core.threads
+        self.device = "cpu" if core.ordinal is None else f"{core.device}:{core.ordinal}"
         core.on_event = _warn
 
     def __repr__(self) -> str:

@@ -19,8 +19,6 @@ def test_names(name: str) -> None:
 def test_homes_and_places() -> None:
     with pytest.raises(NotImplementedError, match="disk"):
         fs.Offload(state="disk")
-    with pytest.raises(NotImplementedError, match="cuda"):
-        fs.init(device="cuda")
     with pytest.raises(NotImplementedError, match="nccl"):
         fs.init(backend="nccl")
 

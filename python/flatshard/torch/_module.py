@@ -56,7 +56,7 @@ class Sharded:
         precision, self.casts, self.precision_from = read_precision(mp_policy, dtypes)
         policy = resolve(
             world.size, sharding=sharding, precision=precision, produced=precision.param,
-            pool=False,
+            pool=False, device=world.device,
         )  # fmt: skip
         self.shards = Shards(
             world, parameters=plan.parameters(), units=plan.places(), policy=policy
