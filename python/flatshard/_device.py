@@ -53,8 +53,8 @@ def library() -> Path:
     if not LIBRARY.is_file():
         raise ConfigError(
             "device 'cuda': this installation has no libfs_cuda.so: nvcc was not found when it was "
-            "built, or was not asked for. Install from source with FLATSHARD_CUDA=1 and nvcc: on the "
-            "path, in CUDA_HOME, or of the packages nvidia-cuda-nvcc, nvidia-cuda-runtime and "
+            "built, or was not asked for. Install from source with FLATSHARD_CUDA=1 and nvcc: on "
+            "the path, in CUDA_HOME, or of the packages nvidia-cuda-nvcc, nvidia-cuda-runtime and "
             "nvidia-cuda-cccl; 'flatshard env' says what is here"
         )
     return LIBRARY
