@@ -15,6 +15,7 @@
 
 #include "block.h"
 #include "cuda_runtime.h"
+#include "numbers.h"
 #include "sim.h"
 
 enum { SUCCESS = 0, NOT_INITIALIZED = 1, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
@@ -48,65 +49,13 @@ find(void *handle)
 // ---- numbers ------------------------------------------------------------------------------------
 
 static float
-of_bits(uint32_t bits)
-{
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static float
-of_half(uint16_t bits)
-{
-    float magnitude;
-    int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    if (exponent == 31) {
-        magnitude = of_bits(0x7f800000u | static_cast<uint32_t>(fraction) << 13);
-    } else if (exponent == 0) {
-        magnitude = std::ldexp(static_cast<float>(fraction), -24);
-    } else {
-        magnitude = std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
-    }
-    return (bits & 0x8000) != 0 ? -magnitude : magnitude;
-}
-
-static float
 read_as(int type, const void *at, size_t i)
 {
     if (type == TYPE_F32) {
         return static_cast<const float *>(at)[i];
     }
     uint16_t bits = static_cast<const uint16_t *>(at)[i];
-    return type == TYPE_BF16 ? of_bits(static_cast<uint32_t>(bits) << 16) : of_half(bits);
-}
-
-static uint16_t
-to_bfloat16(float value)
-{
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    if (std::isnan(value)) {
-        return static_cast<uint16_t>(bits >> 16 | 0x40);
-    }
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-static uint16_t
-to_half(float value)
-{
-    uint16_t sign = std::signbit(value) ? 0x8000 : 0;
-    float magnitude = std::fabs(value);
-    if (std::isnan(value)) {
-        return 0x7fff;
-    }
-    if (magnitude >= 65520.0f) {
-        return static_cast<uint16_t>(sign | 0x7c00);
-    }
-    /* In units of the last place: rounded to even by nearbyint. */
-    int exponent = magnitude < 0x1p-14f ? -14 : std::ilogb(magnitude);
-    float units = std::nearbyint(std::ldexp(magnitude, 10 - exponent));
-    int bits = static_cast<int>(units) + (magnitude < 0x1p-14f ? 0 : (exponent + 14) << 10);
-    return static_cast<uint16_t>(sign | bits);
+    return type == TYPE_BF16 ? sim_of_bfloat16(bits) : sim_of_half(bits);
 }
 
 static void
@@ -116,7 +65,7 @@ write_as(int type, void *at, size_t i, float value)
         static_cast<float *>(at)[i] = value;
     } else {
         static_cast<uint16_t *>(at)[i] =
-            type == TYPE_BF16 ? to_bfloat16(value) : to_half(value);
+            type == TYPE_BF16 ? sim_to_bfloat16(value) : sim_to_half(value);
     }
 }
 

@@ -69,6 +69,7 @@ struct sim_part {
     cudaStream_t stream;
     size_t number; /* of the operation; 0 until it is given */
     bool arrived, dropped;
+    bool stuck; /* it will never arrive */
     std::vector<std::shared_ptr<sim_meeting>> meetings;
 };
 

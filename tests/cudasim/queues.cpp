@@ -150,7 +150,7 @@ find_meeting(const sim_part &part)
             if (!other->arrived && !other->dropped && other->number > 0) {
                 sim_demand(other->stream, other->number);
             }
-            here = here && other->arrived && !other->dropped;
+            here = here && other->arrived && !other->dropped && !other->stuck;
         }
         if (here && found == NULL) {
             found = meeting.get();
@@ -192,7 +192,7 @@ is_ready(cudaStream_t stream)
         return false;
     }
     if (next.part != NULL) {
-        next.part->arrived = true;
+        next.part->arrived = !next.part->stuck;
         return !is_meeting_now(*next.part) &&
                (is_over(*next.part) || find_meeting(*next.part) != NULL);
     }

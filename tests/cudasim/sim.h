@@ -61,6 +61,25 @@ size_t fs_sim_cublas_handles(void);
 /* Kernels and products given since the reset. */
 size_t fs_sim_kernels(void);
 
+// ---- NCCL ---------------------------------------------------------------------------------------
+
+/* Ranks that call different things, or use two communicators in different orders, are counted and
+ * told to the communicator (the order alone is only counted), instead of ending the program. Counts
+ * from zero. */
+void fs_sim_tolerate_mismatches(bool tolerate);
+size_t fs_sim_mismatches(void);
+const char *fs_sim_latest_mismatch(void);
+
+/* The communicators of a device have this error from now on (an ncclResult_t; 6: a peer is lost),
+ * and what they have under way never ends. */
+void fs_sim_fail_communicators(int device, int result);
+
+/* Communicators that were neither destroyed nor aborted. */
+size_t fs_sim_communicators(void);
+
+/* The version that NCCL says it is: 21800 is 2.18.0. */
+void fs_sim_set_nccl_version(int number);
+
 #ifdef __cplusplus
 }
 #endif
