@@ -9,6 +9,10 @@
 
 #include "context.cuh"
 
+extern "C" {
+#include "engine.h"
+}
+
 struct fs_context {
     int ordinal;
     pid_t owner; /* a forked child has no device */
@@ -497,5 +501,5 @@ extern "C" const fs_runtime fs_cuda_runtime = {
     is_done,
     after_foreign,
     foreign_after,
-    NULL, /* engine */
+    &fs_cuda_engine,
 };

@@ -37,7 +37,7 @@ bool fs_cuda_context_has_failed(const fs_context *context);
 bool fs_cuda_context_enter(fs_context *context, int *out_before);
 void fs_cuda_context_exit(const fs_context *context, int before);
 
-/* fs_runtime's functions, but for the engine. */
+/* fs_runtime's functions. */
 extern const fs_runtime fs_cuda_runtime;
 
 #endif

@@ -1,9 +1,12 @@
 /* What moves data between the memories of several devices: an engine that exists, such as NCCL.
  *
  * An engine only moves bytes: sums are the device table's, in rank order. Every call that moves is
- * stream-ordered on the exec's stream and returns at once; all ranks of the engine make the same
- * calls in the same order, each with its own lists. A failure that shows later comes out of check.
- * Waits take a function that is asked between looks and ends them. */
+ * stream-ordered on the exec's stream and returns at once, but for the first time that two ranks
+ * meet in an engine, when it waits for both to have come so far. All ranks of an engine make the
+ * same calls in the same order, each with its own lists; with two engines, the calls of both in one
+ * order, and none by two threads of a rank at a time. A failure that shows later comes out of
+ * check; after any failure all calls tell it again. Waits take a function that is asked between
+ * looks and ends them. */
 #ifndef FS_DEVICE_ENGINE_H
 #define FS_DEVICE_ENGINE_H
 
@@ -32,12 +35,13 @@ typedef struct fs_engine_open {
     fs_engine_id id;
     int rank, size;
     const char *name; /* in errors: "gather", "reduce"; copied */
-    fs_engine_patience patience;
-    void *patience_ctx;
+    fs_engine_patience patience; /* asked in open, and in calls that wait for a first time */
+    void *patience_ctx;          /* valid until abort or close */
 } fs_engine_open;
 
 /* nbytes that rank `root` holds at src and every rank, root too, wants at dst. src is read on root
- * alone. On root src and dst may be the same place, or must not overlap. */
+ * alone. On root src and dst may be the same place, or must not overlap. The targets of a list lie
+ * at the same distances from each other on every rank. */
 typedef struct fs_engine_piece {
     int root;
     const void *src;
@@ -72,7 +76,8 @@ typedef struct fs_engine_ops {
     fs_status (*check)(fs_engine *engine);
     /* Ends what is under way, here, without waiting for peers; all later calls fail. */
     void (*abort)(fs_engine *engine);
-    /* After abort, or when everything given is done. Never waits for a peer. NULL is fine. */
+    /* After abort, or when everything given is done, on this rank and on the peers: they may still
+     * read what this one sent. Never waits for a peer. NULL is fine. */
     void (*close)(fs_engine *engine);
 } fs_engine_ops;
 
