@@ -165,8 +165,10 @@ check_product(const lane *l, const shape *s)
                 size += fabs(term);
             }
             double old = s->add ? get(&c, i, j) : 0.0;
-            /* A sum of k products in fp32 in any order, then one addition and one rounding. */
-            double bound = ((double)s->k + 1.0) * 0x1p-24 * (size + fabs(old));
+            /* A sum of k products in fp32 in any order, then one addition and one rounding. Tensor
+             * cores, which sum 16-bit products, cut off (twice a rounding), the terms first. */
+            double each = s->dtype == FS_F32 ? 0x1p-24 : 0x1p-22;
+            double bound = ((double)s->k + 1.0) * each * (size + fabs(old));
             bound += rounding(s->c_dtype, fabs(sum + old) + bound);
             bound = s->contents == INTEGERS ? 0.0 : bound;
             double value = get(&got, i, j);
@@ -218,26 +220,28 @@ test_all(const lane *l, size_t turn)
     }
 }
 
-/* Several products in one call, and the same bits when it is made again. */
+/* Several products in one call, and the same bits when one is made again at another place of the
+ * same alignment. x' x is symmetric, but for what each of two sums of 70 may round. */
 static void
 test_several(const lane *l)
 {
     matrix x = make(l, 70, 33, 0, FS_F32, FRACTIONS), y = make(l, 33, 20, 3, FS_F32, FRACTIONS);
-    matrix c = make(l, 140, 20, 0, FS_F32, NANS), d = make(l, 33, 33, 0, FS_F32, NANS);
+    matrix c = make(l, 160, 20, 0, FS_F32, NANS), d = make(l, 33, 33, 0, FS_F32, NANS);
     fs_gemm ops[3] = {{.m = 70, .n = 20, .k = 33, .a = x.device, .lda = 33, .b = y.device,
                        .ldb = y.ld, .c = c.device, .ldc = 20},
                       {.m = 70, .n = 20, .k = 33, .a = x.device, .lda = 33, .b = y.device,
-                       .ldb = y.ld, .c = (float *)c.device + 1400, .ldc = 20},
+                       .ldb = y.ld, .c = (float *)c.device + 1600, .ldc = 20},
                       {.trans_a = true, .m = 33, .n = 33, .k = 70, .a = x.device, .lda = 33,
                        .b = x.device, .ldb = 33, .c = d.device, .ldc = 33}};
     CHECK_OK(fs_cuda_gemms(l->cublas, ops, 3));
     CHECK_OK(fs_cuda_gemms(l->cublas, ops, 0));
     CHECK_OK(fs_cuda_copy(l->stream, c.host, c.device, c.nbytes));
     CHECK_OK(fs_cuda_copy(l->stream, d.host, d.device, d.nbytes));
-    CHECK(memcmp(c.host, (float *)c.host + 1400, 1400 * sizeof(float)) == 0, "not the same bits");
+    CHECK(memcmp(c.host, (float *)c.host + 1600, 1400 * sizeof(float)) == 0, "not the same bits");
     for (size_t i = 0; i < 33; i++) {
         for (size_t j = 0; j < i; j++) {
-            CHECK(get(&d, i, j) == get(&d, j, i), "x' x is not symmetric at %zu, %zu", i, j);
+            double apart = fabs(get(&d, i, j) - get(&d, j, i));
+            CHECK(apart <= 2.0 * 70.0 * 0x1p-24 * 70.0, "x' x at %zu, %zu: %g apart", i, j, apart);
         }
     }
     drop(&x);
