@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <tuple>
 #include <utility>
@@ -30,6 +31,15 @@ struct uint3 {
 struct dim3 {
     unsigned x, y, z;
     constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+/* Words of memory that may hold anything, as a GPU's vector accesses see it. */
+struct __attribute__((may_alias, aligned(4))) uint1 {
+    unsigned x;
+};
+
+struct __attribute__((may_alias, aligned(16))) uint4 {
+    unsigned x, y, z, w;
 };
 
 struct alignas(16) float4 {
@@ -71,6 +81,47 @@ void fs_sim_barrier(const char *file, int line);
 #define __syncthreads() fs_sim_barrier(__FILE__, __LINE__)
 
 unsigned char *fs_sim_shared_memory();
+
+/* What lanes of a warp do together: each shows some bytes, and goes on when all that mask names are
+ * there. Returns what each of them showed, by lane, until the caller's next meeting of any kind.
+ * That one of them has ended, waits elsewhere or names others ends the program. */
+#define FS_SIM_SHOWN_MAX 32
+struct alignas(16) fs_sim_shown {
+    unsigned char bytes[FS_SIM_SHOWN_MAX];
+};
+unsigned fs_sim_lane();
+const fs_sim_shown *fs_sim_warp_show(unsigned mask, const void *bytes, size_t nbytes,
+                                     const char *file, int line);
+
+static inline void
+__syncwarp(unsigned mask = 0xffffffffu, const char *file = __builtin_FILE(),
+           int line = __builtin_LINE())
+{
+    (void)fs_sim_warp_show(mask, NULL, 0, file, line);
+}
+
+template <typename T>
+static inline T
+__shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
+                const char *file = __builtin_FILE(), int line = __builtin_LINE())
+{
+    const fs_sim_shown *seen = fs_sim_warp_show(mask, &value, sizeof value, file, line);
+    unsigned mine = fs_sim_lane(), other = mine ^ static_cast<unsigned>(lanes);
+    unsigned part = static_cast<unsigned>(width);
+    T result;
+    std::memcpy(&result, seen[other / part == mine / part ? other : mine].bytes, sizeof result);
+    return result;
+}
+
+/* Ends the program unless nbytes at this address are the block's shared memory, and aligned. */
+void fs_sim_check_shared(const void *at, size_t nbytes, size_t alignment);
+
+/* cp.async: copies nbytes and sets zeros bytes behind them to zero, for the calling thread when it
+ * waits until at most pending groups that it committed are not over, for others when they
+ * synchronize with it. */
+void fs_sim_copy_async(void *dst, const void *src, size_t nbytes, size_t zeros);
+void fs_sim_copies_commit();
+void fs_sim_copies_wait(size_t pending);
 
 static inline unsigned long long
 atomicMin(unsigned long long *at, unsigned long long value)
@@ -117,6 +168,8 @@ enum cudaDeviceAttr {
 struct cudaDeviceProp {
     char name[256];
 };
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 
@@ -174,14 +227,23 @@ struct fs_sim_ranges {
     }
 };
 
-void fs_sim_enqueue_kernel(const char *name, dim3 grid, dim3 block, size_t shared_nbytes,
-                           cudaStream_t stream, const fs_sim_ranges &ranges,
+void fs_sim_enqueue_kernel(const char *name, const void *kernel, dim3 grid, dim3 block,
+                           size_t shared_nbytes, cudaStream_t stream, const fs_sim_ranges &ranges,
                            std::function<void()> thread);
 
 /* An operation of a library beside the runtime, as cuBLAS is: run is called when its turn comes.
  * What it touches must be device memory, or pinned. */
 void fs_sim_enqueue_call(const char *name, cudaStream_t stream, const fs_sim_ranges &ranges,
                          std::function<void()> run);
+
+cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value);
+
+template <typename... P>
+cudaError_t
+cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribute, int value)
+{
+    return cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), attribute, value);
+}
 
 /* Arguments are copied at the call, as a launch does. */
 template <typename... P, typename... A>
@@ -190,8 +252,8 @@ fs_sim_launch(const char *name, dim3 grid, dim3 block, size_t shared_nbytes, cud
               const fs_sim_ranges &ranges, void (*kernel)(P...), A &&...arguments)
 {
     std::tuple<P...> kept(std::forward<A>(arguments)...);
-    fs_sim_enqueue_kernel(name, grid, block, shared_nbytes, stream, ranges,
-                          [kernel, kept] { std::apply(kernel, kept); });
+    fs_sim_enqueue_kernel(name, reinterpret_cast<const void *>(kernel), grid, block, shared_nbytes,
+                          stream, ranges, [kernel, kept] { std::apply(kernel, kept); });
 }
 
 #endif

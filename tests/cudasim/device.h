@@ -97,6 +97,7 @@ struct sim_device {
     std::set<cudaStream_t> streams;
     sim_allocations memory;
     std::vector<sim_access> accesses;
+    std::map<const void *, size_t> shared_max; /* of kernels that asked for more */
     sim_clock host;                  /* of the thread whose device it is */
     std::set<sim_device *> watchers; /* whose streams wait for events of this one */
 };

@@ -6,6 +6,10 @@
 #include "device.h"
 #include "errors.h"
 
+/* Shared memory of a block: without asking, and of a device of capability 9.0. */
+static const size_t SHARED_UNASKED = 48 * 1024;
+static const size_t SHARED_MAX = 227 * 1024;
+
 static thread_local cudaError_t last_error;
 static thread_local int chosen; /* device */
 
@@ -23,8 +27,8 @@ sim_here()
 }
 
 void
-fs_sim_enqueue_kernel(const char *name, dim3 grid, dim3 block, size_t shared_nbytes,
-                      cudaStream_t stream, const fs_sim_ranges &ranges,
+fs_sim_enqueue_kernel(const char *name, const void *kernel, dim3 grid, dim3 block,
+                      size_t shared_nbytes, cudaStream_t stream, const fs_sim_ranges &ranges,
                       std::function<void()> thread)
 {
     sim_lock lock(sim.mutex);
@@ -35,11 +39,25 @@ fs_sim_enqueue_kernel(const char *name, dim3 grid, dim3 block, size_t shared_nby
     uint64_t seed = sim_here().random();
     std::string kept = name;
     sim.kernels++;
-    auto run = [kept, grid, block, shared_nbytes, thread, seed] {
+    auto asked = sim_here().shared_max.find(kernel);
+    size_t shared_max = asked == sim_here().shared_max.end() ? SHARED_UNASKED : asked->second;
+    auto run = [kept, grid, block, shared_nbytes, shared_max, thread, seed] {
         std::mt19937_64 random(seed);
-        (void)run_grid(kept.c_str(), grid, block, shared_nbytes, thread, random);
+        (void)run_grid(kept.c_str(), grid, block, shared_nbytes, shared_max, thread, random);
     };
     sim_enqueue(stream, sim_operation{kept, run, NULL, 0, NULL}, ranges);
+}
+
+cudaError_t
+cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value)
+{
+    sim_lock lock(sim.mutex);
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 ||
+        static_cast<size_t>(value) > SHARED_MAX) {
+        return sim_fail(cudaErrorInvalidValue);
+    }
+    sim_here().shared_max[kernel] = static_cast<size_t>(value);
+    return cudaSuccess;
 }
 
 void
