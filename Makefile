@@ -96,5 +96,6 @@ dist: build
 	$(PY) tools/dist.py
 
 clean:
-	rm -rf build dist runs $(VENV) python/flatshard.egg-info python/flatshard/_core*.so
+	rm -rf build dist runs $(VENV) python/flatshard.egg-info python/flatshard/_core*.so \
+	    python/flatshard/libfs_cuda.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,11 +11,15 @@ Variables read here, all optional:
     FLATSHARD_SANITIZE=LIST    gcc or clang sanitizers, e.g. address,undefined
     FLATSHARD_THREADS_ONLY=1   leaves out worlds of processes, as on systems other than Linux
     FLATSHARD_MANYLINUX=1      for a wheel: links to the versions of glibc's functions of 2.28
+    FLATSHARD_CUDA=1 or 0      the library of device "cuda", libfs_cuda.so, must be built, by nvcc,
+                               or must not. Unset: where nvcc is found (half a minute of a core),
+                               but for a build in place (editable, --inplace)
 """
 
 import concurrent.futures
 import glob
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -142,6 +146,38 @@ class BuildCore(build_ext):
             name = f"temp.{self.plat_name}-{sys.implementation.cache_tag}"
             self.build_temp = os.path.join("build", name)
         super().run()
+        self.build_cuda(os.path.dirname(self.get_ext_fullpath("flatshard._core")))
+
+    def build_cuda(self, folder):
+        """Puts libfs_cuda.so beside the core, or says why there is none."""
+        asked = os.environ.get("FLATSHARD_CUDA", "")
+        if asked == "0" or not os.path.isdir("csrc/cuda"):
+            return
+        if asked in ("", "auto") and (self.inplace or self.editable_mode):
+            return
+        tool = load_tool("cuda")
+        nvcc = tool.find_nvcc()
+        if nvcc is None:
+            cause = tool.home_fault() or "it is not in CUDA_HOME, not on the path, and no package"
+            if asked == "1":
+                raise CompileError(f"FLATSHARD_CUDA=1 needs nvcc: {cause}")
+            print(f"flatshard: without libfs_cuda.so: no nvcc ({cause})")
+            return
+        architectures = tool.known(nvcc)
+        print(f"flatshard: compiling CUDA sources for {', '.join(architectures)} by {nvcc}")
+        try:
+            library = tool.compile_all(
+                nvcc, tool.ROOT / "build" / "cuda", architectures, build_id()
+            )
+        except SystemExit as error:
+            if asked == "1":
+                raise CompileError(f"nvcc could not compile csrc/cuda:\n{error}") from None
+            print(f"flatshard: without libfs_cuda.so: nvcc could not compile it:\n{error}")
+            return
+        target = os.path.join(folder, "libfs_cuda.so")
+        if os.path.exists(target):
+            os.unlink(target)  # a process may have it mapped: never write into it
+        shutil.copy(library, target)
 
     def build_extension(self, ext):
         if self.compiler.compiler_type != "unix":
@@ -275,6 +311,15 @@ def usable_cores():
         return len(os.sched_getaffinity(0))
     except AttributeError:
         return os.cpu_count() or 1
+
+
+def load_tool(name):
+    """A module of tools/, which is no package."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tools", f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"flatshard_tool_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def numpy_headers():

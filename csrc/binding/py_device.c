@@ -96,6 +96,20 @@ device_describe(PyObject *object, PyObject *arg)
 }
 
 static PyObject *
+device_library(PyObject *object, PyObject *arg)
+{
+    char text[FS_MESSAGE_NBYTES];
+    fs_status st;
+    const char *name = PyUnicode_AsUTF8(arg);
+    if (name == NULL) {
+        return NULL;
+    }
+    FS_CALL(NULL, st,
+            ((fs_py_device *)object)->table->runtime->library(name, text, sizeof text));
+    return st == FS_OK ? PyUnicode_DecodeFSDefault(text) : fs_raise(st, NULL);
+}
+
+static PyObject *
 device_name(PyObject *object, void *Py_UNUSED(closure))
 {
     return PyUnicode_FromString(((fs_py_device *)object)->table->name);
@@ -114,6 +128,8 @@ static PyMethodDef device_methods[] = {
      "count($self, /)\n--\n\nDevices that this process may use; an error says why none."},
     {"describe", device_describe, METH_O,
      "describe($self, ordinal, /)\n--\n\nName, architecture and memory of a device."},
+    {"library", device_library, METH_O,
+     "library($self, name, /)\n--\n\nLoads 'cublas' or 'nccl'; its version, and where it was."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -11,6 +11,7 @@
 
 extern "C" {
 #include "engine.h"
+#include "nccl.h"
 }
 
 struct fs_context {
@@ -68,6 +69,21 @@ extern "C" const fs_plugin_libraries *
 fs_cuda_libraries(void)
 {
     return &installed;
+}
+
+static fs_status
+library(const char *name, char *text, size_t nbytes)
+{
+    const char *description = "";
+    if (std::strcmp(name, "cublas") == 0) {
+        FS_TRY(fs_cublas_load(installed.cublas, &description));
+    } else if (std::strcmp(name, "nccl") == 0) {
+        FS_TRY(fs_nccl_load(installed.nccl, &description));
+    } else {
+        return FS_FAIL(FS_EINVAL, "no library of CUDA's is called '%s' here", name);
+    }
+    (void)snprintf(text, nbytes, "%s", description);
+    return FS_OK;
 }
 
 extern "C" fs_status
@@ -481,6 +497,7 @@ foreign_after(const fs_exec *exec, void *foreign_stream)
 extern "C" const fs_runtime fs_cuda_runtime = {
     fs_cuda_device_count,
     describe,
+    library,
     context_open,
     context_close,
     check,

@@ -41,6 +41,10 @@ typedef struct fs_runtime {
     fs_status (*count)(int *out);
     /* Name and architecture of a device, for people. */
     fs_status (*describe)(int ordinal, char *text, size_t nbytes);
+    /* Loads what else the device needs when it comes to that, and says which version was found
+     * where: "cublas" (products) or "nccl" (several devices). FS_EUNSUPPORTED says what was
+     * tried. Needs no device. */
+    fs_status (*library)(const char *name, char *text, size_t nbytes);
 
     fs_status (*context_open)(int ordinal, fs_context **out);
     /* Waits for what this context was given, unless it has failed. NULL is fine. */

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
-from flatshard import blas
+from flatshard import _device, blas
 from flatshard.cli.__main__ import main
 
 pytestmark = pytest.mark.quick
@@ -22,7 +23,7 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert report["isa"] in report["isas"]
     assert 1 <= report["cores"] <= (os.cpu_count() or 1)
     assert "OpenBLAS" in report["blas"] and "core" in report["blas"]
-    assert report["cuda"].startswith("not used: ")
+    assert "off" in report["cuda"] or "cuda:0" in report["cuda"]
     assert report["variables"] == {"FLATSHARD_THREADS": "1"}
     with open("/proc/meminfo") as lines:
         total = int(next(lines).split()[1]) * 1024
@@ -34,6 +35,28 @@ def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     keys = [line.split()[0] for line in lines]
     assert {"machine", "isa", "cores", "memory", "blas", "cuda"} <= set(keys)
+
+
+def test_cuda_is_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("FLATSHARD_CUDA_LIBRARY", raising=False)
+    monkeypatch.setattr(_device, "LIBRARY", tmp_path / "libfs_cuda.so")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert main(["env", "--json"]) == 0
+    cuda = json.loads(capsys.readouterr().out)["cuda"]
+    assert "no libfs_cuda.so" in cuda["off"] and "FLATSHARD_CUDA=1" in cuda["off"]
+    assert cuda["CUDA_HOME"].startswith(f"{str(tmp_path)!r} holds no bin/nvcc")
+    assert cuda["nvcc"] and cuda["driver"]
+
+
+def test_cuda_is_there(
+    cuda: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["cuda"]
+    assert "sm_90" in found["cuda:0"] and "13" in found["cublas"] and found["nccl"]
+    assert "off" not in found
 
 
 def test_isa_follows_the_variable(

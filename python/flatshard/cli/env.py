@@ -13,7 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .. import _core, blas
+from .. import _core, _device, blas
+from ..errors import ConfigError
 from ..models.report import size
 
 __all__ = ["main", "report"]
@@ -46,8 +47,9 @@ def report() -> dict[str, Any]:
         ``machine``, ``system``, ``python``, ``flatshard``, ``build``, ``isa`` (in use), ``isas``
         (that run here), ``cores`` (this process may use), ``memory_bytes`` (of the machine, or the
         cgroup's limit where that is lower), ``memory_free_bytes``, ``blas`` (library and core),
-        ``cuda`` (what there is, or why it is not used), ``processes`` (can ranks be processes?),
-        ``packages`` and ``variables`` (the FLATSHARD_* that are set).
+        ``cuda`` (devices and libraries, or ``off``: why it is not used, and what was found),
+        ``processes`` (can ranks be processes?), ``packages`` and ``variables`` (the FLATSHARD_*
+        that are set).
     """
     try:
         library = blas.load()
@@ -109,13 +111,31 @@ def memory() -> tuple[int | None, int | None]:
     return total, free
 
 
-def cuda() -> str:
-    """Why no GPU is used, and what of CUDA is on this machine."""
-    driver = ctypes.util.find_library("cuda")
-    compiler = shutil.which("nvcc")
-    found = [text for text, there in (("a driver", driver), ("nvcc", compiler)) if there]
-    here = f"{' and '.join(found)} found" if found else "no driver and no nvcc found"
-    return f"not used: this version computes on the CPU ({here})"
+def cuda() -> dict[str, str]:
+    """What there is of CUDA, or why device "cuda" cannot be used."""
+    found: dict[str, str] = {}
+    try:
+        device = _device.load()
+        for ordinal in range(device.count()):
+            found[f"cuda:{ordinal}"] = device.describe(ordinal)
+        for name in ("cublas", "nccl"):
+            try:
+                found[name] = device.library(name)
+            except NotImplementedError as error:
+                found[name] = f"not found: {error}"
+    except (ConfigError, NotImplementedError) as error:
+        found["off"] = str(error)
+        home = os.environ.get("CUDA_HOME")
+        if home and not Path(home, "bin", "nvcc").is_file():
+            found["CUDA_HOME"] = (
+                f"{home!r} holds no bin/nvcc: unset it, or name the toolkit's folder"
+            )
+        compiler = shutil.which("nvcc")
+        found["nvcc"] = compiler or "not on the path"
+        found["driver"] = (
+            ctypes.util.find_library("cuda") or "no libcuda.so.1 in the loader's folders"
+        )
+    return found
 
 
 def version(package: str) -> str:
@@ -130,7 +150,8 @@ def _words(value: Any) -> str:
     if value is None:
         return "unknown"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {item}" for name, item in value.items()) or "-"
+        separator = "; " if "off" in value or "cublas" in value else ", "
+        return separator.join(f"{name} {item}" for name, item in value.items()) or "-"
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return str(value)
