@@ -1,8 +1,8 @@
 // sanitizers: tsan
 // needs: c++
 /* The model's operations of csrc/cuda, run by the stand-in for CUDA's runtime, against the CPU's:
- * the same bits, but for the payload of NaN. What is right is for tests/model, which compares the
- * CPU's with float64 NumPy. */
+ * the same bits, but for the payload of NaN; with 16-bit activations, the bits of the CPU's results
+ * rounded once. What is right is for tests/model, which compares the CPU's with float64 NumPy. */
 #include <string.h>
 
 #include "../cudasim/sim.h"
@@ -13,6 +13,7 @@
 
 static fs_cuda_stream stream;
 static fs_exec cpu;
+static fs_dtype act; /* of activations on the device; on the host they are fp32 */
 
 // ---- arrays on both sides -----------------------------------------------------------------------
 
@@ -20,7 +21,8 @@ static fs_exec cpu;
 typedef struct twin {
     const char *name;
     void *host, *device;
-    size_t nbytes;
+    size_t nbytes; /* of host */
+    fs_dtype dtype; /* of device, where host is fp32 */
 } twin;
 
 #define TWINS_MAX 16
@@ -45,12 +47,33 @@ make(const char *name, size_t nbytes)
     return t;
 }
 
+/* Bytes of the twin on the device, and what they should be. */
+static size_t
+device_nbytes(const twin *t)
+{
+    return t->dtype == FS_F32 ? t->nbytes : t->nbytes / 2;
+}
+
+static const void *
+rounded(const twin *t, void *halves)
+{
+    if (t->dtype == FS_F32) {
+        return t->host;
+    }
+    cpu.device->convert(&cpu, halves, t->dtype, t->host, FS_F32, t->nbytes / sizeof(float));
+    return halves;
+}
+
 /* To the device as it is now. */
 static twin *
 sent(twin *t)
 {
-    CHECK_OK(fs_cuda_memory_open(t->nbytes, &t->device));
-    CHECK_OK(fs_cuda_copy(stream, t->device, t->host, t->nbytes));
+    void *halves = malloc(t->nbytes + 1);
+    CHECK(halves != NULL, "%zu bytes", t->nbytes);
+    CHECK_OK(fs_cuda_memory_open(device_nbytes(t), &t->device));
+    CHECK_OK(fs_cuda_copy(stream, t->device, rounded(t, halves), device_nbytes(t)));
+    CHECK_OK(fs_cuda_stream_wait(stream));
+    free(halves);
     return t;
 }
 
@@ -63,6 +86,36 @@ floats(const char *name, size_t n, float size)
         ((float *)t->host)[i] = ((float)next_u32() / 0x1p31f - 1.0f) * size;
     }
     return sent(t);
+}
+
+/* An array of activations: the device's in their dtype, the host's the same numbers in fp32. */
+static twin *
+acts(const char *name, size_t n, float size)
+{
+    twin *t = make(name, n * sizeof(float));
+    t->dtype = act;
+    void *halves = malloc(t->nbytes + 1);
+    CHECK(halves != NULL, "%zu elements", n);
+    for (size_t i = 0; i < n; i++) {
+        ((float *)t->host)[i] = ((float)next_u32() / 0x1p31f - 1.0f) * size;
+    }
+    if (act != FS_F32) {
+        cpu.device->convert(&cpu, t->host, FS_F32, rounded(t, halves), act, n);
+    }
+    free(halves);
+    return sent(t);
+}
+
+/* The host's result as the device stores and reads it again. */
+static void
+round_host(twin *t)
+{
+    size_t n = t->nbytes / sizeof(float);
+    void *halves = malloc(t->nbytes + 1);
+    CHECK(halves != NULL, "%zu elements", n);
+    cpu.device->convert(&cpu, halves, act, t->host, FS_F32, n);
+    cpu.device->convert(&cpu, t->host, FS_F32, halves, act, n);
+    free(halves);
 }
 
 /* n integers below limit; every fifth is ignored where that is asked for. */
@@ -84,16 +137,19 @@ compare_all(const char *what)
     CHECK_OK(fs_cuda_stream_wait(stream));
     for (size_t i = 0; i < twins_n; i++) {
         twin *t = &twins[i];
-        unsigned char *got = malloc(t->nbytes == 0 ? 1 : t->nbytes);
-        CHECK(got != NULL, "%zu bytes", t->nbytes);
-        CHECK_OK(fs_cuda_copy(stream, got, t->device, t->nbytes));
+        size_t nbytes = device_nbytes(t);
+        unsigned char *got = malloc(nbytes + 1), *halves = malloc(t->nbytes + 1);
+        CHECK(got != NULL && halves != NULL, "%zu bytes", t->nbytes);
+        const unsigned char *want = rounded(t, halves);
+        CHECK_OK(fs_cuda_copy(stream, got, t->device, nbytes));
         CHECK_OK(fs_cuda_stream_wait(stream));
-        for (size_t at = 0; at < t->nbytes; at++) {
-            CHECK(got[at] == ((unsigned char *)t->host)[at], "%s: %s differs at byte %zu of %zu",
-                  what, t->name, at, t->nbytes);
+        for (size_t at = 0; at < nbytes; at++) {
+            CHECK(got[at] == want[at], "%s in %s: %s differs at byte %zu of %zu", what,
+                  fs_dtype_name(act), t->name, at, nbytes);
         }
-        CHECK_OK(fs_cuda_memory_close(t->device, t->nbytes));
+        CHECK_OK(fs_cuda_memory_close(t->device, nbytes));
         free(got);
+        free(halves);
         free(t->host);
     }
     twins_n = 0;
@@ -110,10 +166,11 @@ test_embed(size_t rows, size_t width, size_t vocab)
     for (int d = 0; d < 3; d++) {
         static const fs_dtype dtypes[] = {FS_F32, FS_BF16, FS_F16};
         twin *tokens = integers("tokens", rows, vocab, false);
-        twin *table = floats("table", vocab * width, 2.0f), *out = floats("out", rows * width, 1);
+        twin *table = floats("table", vocab * width, 2.0f), *out = acts("out", rows * width, 1);
         fs_embed op = {.rows = rows, .width = width, .vocab = vocab, .tokens = H(tokens),
                        .scale = 1.7f, .table = H(table), .table_dtype = dtypes[d], .out = H(out)};
         cpu.device->model.embed(&cpu, &op);
+        op.dtype = act;
         op.tokens = D(tokens);
         op.table = D(table);
         op.out = D(out);
@@ -122,7 +179,7 @@ test_embed(size_t rows, size_t width, size_t vocab)
     }
     for (int add = 0; add < 2; add++) {
         twin *tokens = integers("tokens", rows, vocab, false);
-        twin *dy = floats("dy", rows * width, 1), *dtable = floats("dtable", vocab * width, 1);
+        twin *dy = acts("dy", rows * width, 1), *dtable = floats("dtable", vocab * width, 1);
         twin *first = make("first", (vocab + 1) * sizeof(int32_t));
         twin *sorted = make("sorted", rows * sizeof(int32_t));
         fs_sort_rows(H(tokens), rows, vocab, H(first), H(sorted));
@@ -132,6 +189,7 @@ test_embed(size_t rows, size_t width, size_t vocab)
                             .dy = H(dy), .dtable = H(dtable), .add = add == 1,
                             .first = H(first), .sorted = H(sorted)};
         cpu.device->model.embed_grad(&cpu, &op);
+        op.dtype = act;
         op.dy = D(dy);
         op.dtable = D(dtable);
         op.first = D(first);
@@ -145,14 +203,22 @@ static void
 test_norm(size_t rows, size_t width)
 {
     for (int kind = 0; kind < 3; kind++) { /* alone, with a branch, and with a bias too */
-        twin *x = floats("x", rows * width, 3), *branch = floats("branch", rows * width, 1);
-        twin *bias = floats("bias", width, 1), *sum = floats("sum", rows * width, 1);
-        twin *weight = floats("weight", width, 2), *out = floats("out", rows * width, 1);
+        twin *x = acts("x", rows * width, 3), *branch = acts("branch", rows * width, 1);
+        twin *bias = acts("bias", width, 1), *sum = acts("sum", rows * width, 1);
+        twin *weight = acts("weight", width, 2), *out = acts("out", rows * width, 1);
         twin *rstd = floats("rstd", rows, 1);
         fs_norm op = {.rows = rows, .width = width, .x = H(x), .alpha = 0.22f, .sum = H(sum),
                       .branch = kind > 0 ? H(branch) : NULL, .bias = kind > 1 ? H(bias) : NULL,
                       .weight = H(weight), .eps = 1e-5, .out = H(out), .rstd = H(rstd)};
         cpu.device->model.norm(&cpu, &op);
+        if (kind > 0 && act != FS_F32) { /* the norm is that of the sum as stored */
+            round_host(sum);
+            fs_norm again = op;
+            again.x = H(sum);
+            again.branch = again.bias = NULL;
+            cpu.device->model.norm(&cpu, &again);
+        }
+        op.dtype = act;
         op.x = D(x);
         op.branch = kind > 0 ? D(branch) : NULL;
         op.bias = kind > 1 ? D(bias) : NULL;
@@ -164,9 +230,9 @@ test_norm(size_t rows, size_t width)
         compare_all("norm");
     }
     for (int kind = 0; kind < 4; kind++) { /* add to dx or not, a frozen weight or not */
-        twin *x = floats("x", rows * width, 3), *rstd = floats("rstd", rows, 1);
-        twin *weight = floats("weight", width, 2), *dy = floats("dy", rows * width, 1);
-        twin *dx = floats("dx", rows * width, 1), *dweight = floats("dweight", width, 1);
+        twin *x = acts("x", rows * width, 3), *rstd = floats("rstd", rows, 1);
+        twin *weight = acts("weight", width, 2), *dy = acts("dy", rows * width, 1);
+        twin *dx = acts("dx", rows * width, 1), *dweight = floats("dweight", width, 1);
         twin *partial = make("partial", FS_NORM_CHUNKS * width * sizeof(float));
         sent(partial);
         fs_norm_grad op = {.rows = rows, .width = width, .x = H(x), .rstd = H(rstd),
@@ -174,6 +240,7 @@ test_norm(size_t rows, size_t width)
                            .dweight = kind < 2 ? H(dweight) : NULL, .dweight_add = kind == 1,
                            .partial = H(partial)};
         cpu.device->model.norm_grad(&cpu, &op);
+        op.dtype = act;
         op.x = D(x);
         op.rstd = D(rstd);
         op.weight = D(weight);
@@ -193,14 +260,15 @@ test_heads(size_t batch, size_t length, size_t q_heads, size_t kv_heads, size_t 
     for (int kind = 0; kind < 3; kind++) { /* without biases, with them, back */
         size_t width = (q_heads + 2 * kv_heads) * head_dim;
         size_t kv_rows = kind == 2 ? length : rows;
-        twin *all = floats("rows", batch * length * width, 1);
-        twin *q = floats("q", batch * q_heads * length * padded, 1);
-        twin *k = floats("k", batch * kv_heads * kv_rows * padded, 1);
-        twin *v = floats("v", batch * kv_heads * kv_rows * padded, 1);
+        twin *all = acts("rows", batch * length * width, 1);
+        twin *q = acts("q", batch * q_heads * length * padded, 1);
+        twin *k = acts("k", batch * kv_heads * kv_rows * padded, 1);
+        twin *v = acts("v", batch * kv_heads * kv_rows * padded, 1);
         twin *cosines = floats("cosines", length * half, 1);
         twin *sines = floats("sines", length * half, 1);
-        twin *bias = floats("bias", width, 1);
-        const float *h_bias = kind == 1 ? H(bias) : NULL, *d_bias = kind == 1 ? D(bias) : NULL;
+        twin *bias = acts("bias", width, 1);
+        const float *h_bias = kind == 1 ? H(bias) : NULL;
+        const char *d_bias = kind == 1 ? D(bias) : NULL;
         size_t k_bias = kind == 1 ? q_heads * head_dim : 0;
         size_t v_bias = kind == 1 ? (q_heads + kv_heads) * head_dim : 0;
         fs_heads op = {.batch = batch, .length = length, .q_heads = q_heads, .kv_heads = kv_heads,
@@ -213,9 +281,10 @@ test_heads(size_t batch, size_t length, size_t q_heads, size_t kv_heads, size_t 
             op.k_bias = h_bias + k_bias;
             op.v_bias = h_bias + v_bias;
             there.q_bias = d_bias;
-            there.k_bias = d_bias + k_bias;
-            there.v_bias = d_bias + v_bias;
+            there.k_bias = d_bias + k_bias * fs_dtype_nbytes(act);
+            there.v_bias = d_bias + v_bias * fs_dtype_nbytes(act);
         }
+        there.dtype = act;
         there.cosines = D(cosines);
         there.sines = D(sines);
         there.rows = D(all);
@@ -237,15 +306,16 @@ static void
 test_swiglu(size_t rows, size_t width)
 {
     for (int kind = 0; kind < 4; kind++) { /* back or not, biases or not */
-        twin *gate = floats("gate", rows * width, 9), *up = floats("up", rows * width, 3);
-        twin *act = floats("act", rows * width, 1), *bias = floats("bias", 2 * width, 1);
+        twin *gate = acts("gate", rows * width, 9), *up = acts("up", rows * width, 3);
+        twin *out = acts("act", rows * width, 1), *bias = acts("bias", 2 * width, 1);
         bool with = kind > 1;
-        fs_swiglu op = {.rows = rows, .width = width, .gate = H(gate), .up = H(up), .act = H(act),
+        fs_swiglu op = {.rows = rows, .width = width, .gate = H(gate), .up = H(up), .act = H(out),
                         .gate_bias = with ? H(bias) : NULL,
                         .up_bias = with ? (float *)H(bias) + width : NULL};
-        fs_swiglu there = {.rows = rows, .width = width, .gate = D(gate), .up = D(up),
-                           .act = D(act), .gate_bias = with ? D(bias) : NULL,
-                           .up_bias = with ? (float *)D(bias) + width : NULL};
+        char *up_bias = (char *)D(bias) + width * fs_dtype_nbytes(act);
+        fs_swiglu there = {.rows = rows, .width = width, .dtype = act, .gate = D(gate),
+                           .up = D(up), .act = D(out), .gate_bias = with ? D(bias) : NULL,
+                           .up_bias = with ? up_bias : NULL};
         if (kind % 2 == 0) {
             cpu.device->model.swiglu(&cpu, &op);
             CHECK_OK(fs_cuda_swiglu(stream, &there));
@@ -264,12 +334,14 @@ test_xent(size_t rows, size_t vocab)
         twin *logits = floats("logits", rows * vocab, 20);
         twin *targets = integers("targets", rows, vocab, true);
         twin *loss = sent(make("loss", rows * sizeof(double)));
+        twin *dlogits = act == FS_F32 ? logits : acts("dlogits", rows * vocab, 1);
         fs_xent op = {.rows = rows, .vocab = vocab, .logits = H(logits), .targets = H(targets),
-                      .scale = 0.8f, .dlogits = grad == 1 ? H(logits) : NULL, .factor = 0.5f,
+                      .scale = 0.8f, .dlogits = grad == 1 ? H(dlogits) : NULL, .factor = 0.5f,
                       .loss = H(loss)};
         cpu.device->model.xent(&cpu, &op);
         op.logits = D(logits);
-        op.dlogits = grad == 1 ? D(logits) : NULL;
+        op.dlogits = grad == 1 ? D(dlogits) : NULL;
+        op.dtype = act;
         op.targets = D(targets);
         op.loss = D(loss);
         CHECK_OK(fs_cuda_xent(stream, &op));
@@ -282,13 +354,14 @@ test_sums_and_scale(size_t rows, size_t width)
 {
     for (int add = 0; add < 2; add++) {
         size_t stride = width + 5, n = rows * width;
-        twin *x = floats("x", rows * stride, 1), *out = floats("out", width, 1);
-        twin *y = floats("y", n, 1), *scaled = floats("scaled", n, 1);
+        twin *x = acts("x", rows * stride, 1), *out = floats("out", width, 1);
+        twin *y = acts("y", n, 1), *scaled = acts("scaled", n, 1);
         fs_column_sum op = {.rows = rows, .width = width, .stride = stride, .x = H(x),
                             .out = H(out), .add = add == 1};
         cpu.device->model.column_sum(&cpu, &op);
         fs_scale scale = {.n = n, .out = H(scaled), .x = H(y), .alpha = -1.3f, .add = add == 1};
         cpu.device->model.scale(&cpu, &scale);
+        op.dtype = scale.dtype = act;
         op.x = D(x);
         op.out = D(out);
         CHECK_OK(fs_cuda_column_sum(stream, &op));
@@ -326,7 +399,9 @@ main(void)
     CHECK_OK(fs_device_cpu(FS_ISA_BASELINE, &cpu.device));
     CHECK_OK(fs_cuda_stream_open(&stream));
     test_refusals();
-    for (uint64_t seed = 1; seed <= 3; seed++) {
+    static const fs_dtype dtypes[] = {FS_F32, FS_F32, FS_BF16, FS_F16};
+    for (uint64_t seed = 1; seed <= 4; seed++) {
+        act = dtypes[seed - 1];
         fs_sim_reset(seed, seed == 2 ? FS_SIM_LATE : FS_SIM_SHUFFLED, (size_t)1 << 28);
         state = seed;
         test_embed(37, 19, 11);
