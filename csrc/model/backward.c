@@ -19,7 +19,7 @@ branch_grad(fs_llama *llama)
     return at->scaled;
 }
 
-static fs_status
+static void
 mlp_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights, const fs_sink *sink)
 {
     const fs_exec *exec = llama->exec;
@@ -28,7 +28,7 @@ mlp_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights, cons
     const fs_layer_saved *saved = &at->layers[layer];
     size_t rows = at->rows, hidden = config->hidden_size, wide = config->intermediate_size;
     const void *dy = branch_grad(llama);
-    FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_DOWN_BIAS), dy, hidden));
+    fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_DOWN_BIAS), dy, hidden);
     fs_gemm input = fs_linear_input_grad(llama, at->wide, dy, hidden,
                                          fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN), rows,
                                          wide, hidden, false);
@@ -42,31 +42,28 @@ mlp_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights, cons
                         .up = saved->up,
                         .act = at->wide};
     exec->device->model.swiglu_grad(exec, &swiglu);
-    FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_GATE_BIAS), saved->gate,
-                        wide));
-    FS_TRY(
-        fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_UP_BIAS), saved->up, wide));
+    fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_GATE_BIAS), saved->gate, wide);
+    fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_UP_BIAS), saved->up, wide);
     const fs_weight_grad down = {fs_llama_param(config, layer, FS_ROLE_DOWN), dy, hidden, at->wide};
     input = fs_linear_input_grad(llama, at->branch, saved->gate, wide,
                                  fs_layer_weight(llama, weights, layer, FS_ROLE_GATE), rows, hidden,
                                  wide, false);
-    FS_TRY(fs_weight_grads(llama, sink, &down, 1, &input));
+    fs_weight_grads(llama, sink, &down, 1, &input);
     input = fs_linear_input_grad(llama, at->branch, saved->up, wide,
                                  fs_layer_weight(llama, weights, layer, FS_ROLE_UP), rows, hidden,
                                  wide, true);
     fs_multiply(llama, &input, 1);
-    FS_TRY(fs_norm_backward(llama, sink, fs_llama_param(config, layer, FS_ROLE_NORM2),
-                            saved->middle, saved->rstd2,
-                            fs_layer_weight(llama, weights, layer, FS_ROLE_NORM2), true));
+    fs_norm_backward(llama, sink, fs_llama_param(config, layer, FS_ROLE_NORM2), saved->middle,
+                     saved->rstd2, fs_layer_weight(llama, weights, layer, FS_ROLE_NORM2), true);
     const fs_weight_grad gate_up[] = {
         {fs_llama_param(config, layer, FS_ROLE_GATE), saved->gate, wide, at->branch},
         {fs_llama_param(config, layer, FS_ROLE_UP), saved->up, wide, at->branch},
     };
-    return fs_weight_grads(llama, sink, gate_up, 2, NULL);
+    fs_weight_grads(llama, sink, gate_up, 2, NULL);
 }
 
 /* Through the output projection and attention: leaves dq, dk, dv as rows in at.projected. */
-static fs_status
+static void
 attention_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights,
                    const fs_sink *sink)
 {
@@ -77,13 +74,13 @@ attention_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights
     size_t rows = at->rows, hidden = config->hidden_size;
     size_t q_n = config->num_attention_heads * config->head_dim;
     const void *dy = branch_grad(llama);
-    FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_O_BIAS), dy, hidden));
+    fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_O_BIAS), dy, hidden);
     const fs_weight_grad output = {fs_llama_param(config, layer, FS_ROLE_O), dy, hidden,
                                    saved->attended};
     fs_gemm input = fs_linear_input_grad(llama, at->dattended, dy, hidden,
                                          fs_layer_weight(llama, weights, layer, FS_ROLE_O), rows,
                                          q_n, hidden, false);
-    FS_TRY(fs_weight_grads(llama, sink, &output, 1, &input));
+    fs_weight_grads(llama, sink, &output, 1, &input);
     fs_attention attention = fs_llama_attention(llama, saved);
     attention.v_turned = at->v_turned;
     attention.dout = at->dattended;
@@ -98,11 +95,10 @@ attention_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights
     heads.k = at->dk;
     heads.v = at->dv;
     exec->device->model.heads_grad(exec, &heads);
-    return FS_OK;
 }
 
 /* Through the three projections and the norm before them. */
-static fs_status
+static void
 projections_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights,
                      const fs_sink *sink)
 {
@@ -118,7 +114,7 @@ projections_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weigh
     fs_weight_grad grads[3];
     for (int i = 0; i < 3; i++) {
         const void *dy = fs_act(llama, at->projected, begins[i]);
-        FS_TRY(fs_bias_grad(llama, sink, fs_llama_param(config, layer, biases[i]), dy, all_n));
+        fs_bias_grad(llama, sink, fs_llama_param(config, layer, biases[i]), dy, all_n);
         fs_gemm input = fs_linear_input_grad(llama, at->branch, dy, all_n,
                                              fs_layer_weight(llama, weights, layer, matrices[i]),
                                              at->rows, hidden, widths[i], i > 0);
@@ -126,10 +122,9 @@ projections_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weigh
         grads[i] =
             (fs_weight_grad){fs_llama_param(config, layer, matrices[i]), dy, all_n, at->branch};
     }
-    FS_TRY(fs_norm_backward(llama, sink, fs_llama_param(config, layer, FS_ROLE_NORM1), saved->x,
-                            saved->rstd1, fs_layer_weight(llama, weights, layer, FS_ROLE_NORM1),
-                            true));
-    return fs_weight_grads(llama, sink, grads, 3, NULL);
+    fs_norm_backward(llama, sink, fs_llama_param(config, layer, FS_ROLE_NORM1), saved->x,
+                     saved->rstd1, fs_layer_weight(llama, weights, layer, FS_ROLE_NORM1), true);
+    fs_weight_grads(llama, sink, grads, 3, NULL);
 }
 
 static fs_status
@@ -146,9 +141,9 @@ layer_gathered(fs_llama *llama, size_t layer, const fs_unit_weights *weights, bo
     }
     fs_sink sink;
     FS_TRY(fs_sink_open(llama, fs_llama_layer_unit(layer), &sink));
-    FS_TRY(mlp_backward(llama, layer, weights, &sink));
-    FS_TRY(attention_backward(llama, layer, weights, &sink));
-    FS_TRY(projections_backward(llama, layer, weights, &sink));
+    mlp_backward(llama, layer, weights, &sink);
+    attention_backward(llama, layer, weights, &sink);
+    projections_backward(llama, layer, weights, &sink);
     return fs_sink_publish(llama, &sink, keep_local);
 }
 

@@ -309,13 +309,11 @@ head_slices(fs_llama *llama, fs_head_call *call, const void *head)
             slice_backward(llama, call, head, dhead, add || begin > 0, begin, n);
         }
     }
-    if (!wanted) {
-        return FS_OK;
+    if (wanted) {
+        fs_sink_end(llama, sink, param);
+        sink->add |= llama->config.tie_word_embeddings; /* the embedding's own share comes on top */
     }
-    if (llama->config.tie_word_embeddings) {
-        sink->add = true; /* the embedding's own share comes on top */
-    }
-    return fs_sink_end(llama, sink, param);
+    return FS_OK;
 }
 
 static fs_status
@@ -336,11 +334,11 @@ head_gathered(fs_llama *llama, fs_head_call *call, const fs_unit_weights *weight
     call->normed_grad =
         call->sink != NULL && (call->input_grad || fs_shards_trains(llama->shards, norm_param));
     FS_TRY(head_slices(llama, call, head));
-    if (!call->normed_grad) {
-        return FS_OK;
+    if (call->normed_grad) {
+        fs_norm_backward(llama, call->sink, norm_param, at->last, at->rstd_last, norm_weight,
+                         false);
     }
-    return fs_norm_backward(llama, call->sink, norm_param, at->last, at->rstd_last, norm_weight,
-                            false);
+    return FS_OK;
 }
 
 fs_status

@@ -256,7 +256,7 @@ embed_backward(fs_llama *llama, fs_sink *sink, bool keep_local)
                            .sorted = at->ids.sorted};
     if (fs_sink_begin(llama, sink, 0, &embed.dtable, &embed.add)) {
         llama->exec->device->model.embed_grad(llama->exec, &embed);
-        FS_TRY(fs_sink_end(llama, sink, 0));
+        fs_sink_end(llama, sink, 0);
     }
     return fs_sink_publish(llama, sink, keep_local);
 }

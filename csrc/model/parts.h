@@ -243,11 +243,13 @@ fs_llama_losses(fs_llama *llama, double *out);
 
 // ---- gradients ----------------------------------------------------------------------------------
 
-/* Where a unit's gradients of this micro-batch go. */
+/* Where a unit's gradients of this micro-batch go: its slot, straight where that is fp32, else one
+ * by one by way of at.staged. */
 typedef struct fs_sink {
     int unit;
-    float *slot; /* NULL: staged one by one, or nothing trainable */
+    void *slot;  /* of precision.reduce; NULL: nothing trainable */
     bool open;   /* the unit takes part */
+    bool staged;
     bool add;    /* the slot holds this round's sum already */
 } fs_sink;
 
@@ -256,8 +258,7 @@ fs_sink_open(fs_llama *llama, int unit, fs_sink *out);
 /* The target of a parameter's gradient, or false when it is frozen. */
 bool fs_sink_begin(fs_llama *llama, const fs_sink *sink, int param, float **out, bool *out_add);
 /* The parameter's gradient is complete. */
-FS_NODISCARD fs_status
-fs_sink_end(fs_llama *llama, const fs_sink *sink, int param);
+void fs_sink_end(fs_llama *llama, const fs_sink *sink, int param);
 FS_NODISCARD fs_status
 fs_sink_publish(fs_llama *llama, const fs_sink *sink, bool keep_local);
 
@@ -270,15 +271,15 @@ typedef struct fs_weight_grad {
     const void *x; /* (rows, in) */
 } fs_weight_grad;
 #define FS_WEIGHT_GRADS_MAX 3
-FS_NODISCARD fs_status
+void
 fs_weight_grads(fs_llama *llama, const fs_sink *sink, const fs_weight_grad *grads, size_t n,
                 const fs_gemm *beside);
 /* Column sums of dy into the sink, unless there is no such bias (param -1) or it is frozen. */
-FS_NODISCARD fs_status
+void
 fs_bias_grad(fs_llama *llama, const fs_sink *sink, int param, const void *dy, size_t ldy);
 /* Backward of a norm: at.branch holds the gradient of its output, then its output; at.dx is
  * written, or added to. */
-FS_NODISCARD fs_status
+void
 fs_norm_backward(fs_llama *llama, const fs_sink *sink, int param, const void *x, const float *rstd,
                  const void *weight, bool dx_add);
 

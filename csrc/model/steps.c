@@ -105,7 +105,7 @@ weight_grad_gemm(fs_llama *llama, const fs_sink *sink, const fs_weight_grad *gra
     return true;
 }
 
-fs_status
+void
 fs_weight_grads(fs_llama *llama, const fs_sink *sink, const fs_weight_grad *grads, size_t n,
                 const fs_gemm *beside)
 {
@@ -114,7 +114,7 @@ fs_weight_grads(fs_llama *llama, const fs_sink *sink, const fs_weight_grad *grad
     if (beside != NULL) {
         gemms[taken++] = *beside;
     }
-    bool staged = sink->slot == NULL; /* through one buffer: one after the other */
+    bool staged = sink->staged; /* through one buffer: one after the other */
     for (size_t i = 0; i < n; i++) {
         if (!weight_grad_gemm(llama, sink, &grads[i], &gemms[taken])) {
             continue;
@@ -123,32 +123,31 @@ fs_weight_grads(fs_llama *llama, const fs_sink *sink, const fs_weight_grad *grad
         if (staged) {
             fs_multiply(llama, gemms, taken);
             taken = 0;
-            FS_TRY(fs_sink_end(llama, sink, grads[i].param));
+            fs_sink_end(llama, sink, grads[i].param);
         }
     }
     fs_multiply(llama, gemms, taken);
     for (size_t i = 0; i < n && !staged; i++) {
         if (fs_shards_trains(llama->shards, grads[i].param)) {
-            FS_TRY(fs_sink_end(llama, sink, grads[i].param));
+            fs_sink_end(llama, sink, grads[i].param);
         }
     }
-    return FS_OK;
 }
 
-fs_status
+void
 fs_bias_grad(fs_llama *llama, const fs_sink *sink, int param, const void *dy, size_t ldy)
 {
     fs_column_sum sum = {
         .rows = llama->at.rows, .stride = ldy, .dtype = llama->at.dtype, .x = dy};
     if (param < 0 || !fs_sink_begin(llama, sink, param, &sum.out, &sum.add)) {
-        return FS_OK;
+        return;
     }
     sum.width = llama->layout->params[param].numel;
     llama->exec->device->model.column_sum(llama->exec, &sum);
-    return fs_sink_end(llama, sink, param);
+    fs_sink_end(llama, sink, param);
 }
 
-fs_status
+void
 fs_norm_backward(fs_llama *llama, const fs_sink *sink, int param, const void *x, const float *rstd,
                  const void *weight, bool dx_add)
 {
@@ -164,7 +163,9 @@ fs_norm_backward(fs_llama *llama, const fs_sink *sink, int param, const void *x,
                          .partial = llama->at.norm_partial};
     bool wanted = fs_sink_begin(llama, sink, param, &norm.dweight, &norm.dweight_add);
     llama->exec->device->model.norm_grad(llama->exec, &norm);
-    return wanted ? fs_sink_end(llama, sink, param) : FS_OK;
+    if (wanted) {
+        fs_sink_end(llama, sink, param);
+    }
 }
 
 // ---- gradients ----------------------------------------------------------------------------------
@@ -172,14 +173,10 @@ fs_norm_backward(fs_llama *llama, const fs_sink *sink, int param, const void *x,
 fs_status
 fs_sink_open(fs_llama *llama, int unit, fs_sink *out)
 {
-    *out = (fs_sink){.unit = unit, .open = llama->layout->units[unit].slot >= 0};
-    if (!out->open || llama->precision.reduce != FS_F32) {
-        return FS_OK;
-    }
-    void *slot;
-    FS_TRY(fs_grad_open(llama->shards, unit, &slot, &out->add));
-    out->slot = slot;
-    return FS_OK;
+    *out = (fs_sink){.unit = unit,
+                     .open = llama->layout->units[unit].slot >= 0,
+                     .staged = llama->precision.reduce != FS_F32};
+    return out->open ? fs_grad_open(llama->shards, unit, &out->slot, &out->add) : FS_OK;
 }
 
 bool
@@ -190,23 +187,45 @@ fs_sink_begin(fs_llama *llama, const fs_sink *sink, int param, float **out, bool
     if (!fs_shards_trains(llama->shards, param)) {
         return false;
     }
-    if (sink->slot == NULL) {
+    if (sink->staged) {
         *out = llama->at.staged;
         return true;
     }
-    *out = sink->slot + llama->layout->params[param].grad_n;
+    *out = (float *)sink->slot + llama->layout->params[param].grad_n;
     *out_add = sink->add;
     return true;
 }
 
-fs_status
+/* From at.staged into the slot, rounded to its dtype; sums are taken in fp32. */
+static void
+unstage(const fs_llama *llama, const fs_sink *sink, int param)
+{
+    const fs_param *p = &llama->layout->params[param];
+    const fs_exec *exec = llama->exec;
+    fs_dtype dtype = llama->precision.reduce;
+    void *to = (char *)sink->slot + p->grad_n * fs_dtype_nbytes(dtype);
+    const void *sources[] = {llama->at.staged};
+    if (!sink->add) {
+        exec->device->convert(exec, to, dtype, sources[0], FS_F32, p->numel);
+        return;
+    }
+    fs_sum sum = {.src = sources,
+                  .src_n = 1,
+                  .src_dtype = FS_F32,
+                  .acc = to,
+                  .acc_dtype = dtype,
+                  .accumulate = true,
+                  .n = p->numel};
+    exec->device->sum(exec, &sum);
+}
+
+void
 fs_sink_end(fs_llama *llama, const fs_sink *sink, int param)
 {
-    if (sink->slot == NULL) {
-        return fs_grad_put(llama->shards, param, llama->at.staged, FS_F32);
+    if (sink->staged) {
+        unstage(llama, sink, param);
     }
     fs_grad_mark(llama->shards, sink->unit, param);
-    return FS_OK;
 }
 
 fs_status
