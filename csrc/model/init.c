@@ -37,24 +37,10 @@ initial_of(const fs_llama *llama, int param, double std)
     return (initial){std, 0.0f};
 }
 
-/* Makes numbers on the host, whatever computes the model: the same ones everywhere. */
 static fs_status
-host_exec(const fs_llama *llama, fs_exec *out)
+init_segment(fs_llama *llama, const fs_seg *seg, uint64_t seed, double std, float *chunk)
 {
-    *out = *llama->exec;
-    if (llama->runtime == NULL) {
-        return FS_OK;
-    }
-    fs_isa isa;
-    *out = (fs_exec){.pool = llama->exec->pool};
-    FS_TRY(fs_isa_choose(&isa));
-    return fs_device_cpu(isa, &out->device);
-}
-
-static fs_status
-init_segment(fs_llama *llama, const fs_exec *exec, const fs_seg *seg, uint64_t seed, double std,
-             float *chunk)
-{
+    const fs_exec *exec = fs_world_host_exec(llama->world); /* fs_store takes the host's memory */
     initial values = initial_of(llama, seg->param, std);
     for (size_t begin = seg->begin; begin < seg->end; begin += CHUNK_N) {
         size_t n = fs_min_size(seg->end - begin, CHUNK_N);
@@ -79,13 +65,11 @@ init_segment(fs_llama *llama, const fs_exec *exec, const fs_seg *seg, uint64_t s
 static fs_status
 init_kept(fs_llama *llama, uint64_t seed, double std, float *chunk)
 {
-    fs_exec exec;
-    FS_TRY(host_exec(llama, &exec));
     int keep = fs_shards_policy(llama->shards)->keep;
     int first = fs_world_rank(llama->world) / keep * keep;
     for (int cut = first; cut < first + keep; cut++) {
         for (fs_seg_range s = fs_segs(llama->layout, cut, -1); s.seg < s.end; s.seg++) {
-            FS_TRY(init_segment(llama, &exec, s.seg, seed, std, chunk));
+            FS_TRY(init_segment(llama, s.seg, seed, std, chunk));
         }
     }
     return FS_OK;
