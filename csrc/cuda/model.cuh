@@ -14,6 +14,9 @@ extern "C" {
 
 #define ROW_THREADS 128u
 #define ELEMENT_THREADS 256u
+/* Terms of a row that its threads make together, in shared memory, before the lanes take them from
+ * there. A multiple of FS_LANES. */
+#define ROW_TILE_N ((size_t)2048)
 
 /* First element of this thread and the stride to its next. */
 FS_DEVICE_FN size_t
@@ -26,6 +29,16 @@ FS_DEVICE_FN size_t
 element_stride(void)
 {
     return (size_t)gridDim.x * blockDim.x;
+}
+
+/* Adds n terms of a tile to the calling thread's lane, if it has one. */
+FS_DEVICE_FN float
+add_tile(float lane, const float *tile, size_t n)
+{
+    for (size_t i = threadIdx.x; threadIdx.x < FS_LANES && i < n; i += FS_LANES) {
+        lane = lane + tile[i];
+    }
+    return lane;
 }
 
 FS_DEVICE_FN double

@@ -73,6 +73,7 @@ xent_kernel(fs_xent op)
 {
     float *most_of = (float *)(void *)fs_shared_memory(); /* ROW_THREADS */
     float *lanes = most_of + ROW_THREADS;                 /* FS_LANES */
+    float *tile = lanes + FS_LANES;                       /* FS_XENT_TILE_N */
     for (size_t row = blockIdx.x; row < op.rows; row += gridDim.x) {
         float *logits = op.logits + row * op.vocab;
         int32_t target = op.targets[row];
@@ -102,18 +103,14 @@ xent_kernel(fs_xent op)
         most = most_of[0];
         double sum = 0.0;
         for (size_t at = 0; at < op.vocab; at += FS_XENT_TILE_N) {
-            float *tile = logits + at;
             size_t n = op.vocab - at < FS_XENT_TILE_N ? op.vocab - at : FS_XENT_TILE_N;
             for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
-                tile[i] = fs_exp_f32(tile[i] * op.scale - most);
+                tile[i] = fs_exp_f32(logits[at + i] * op.scale - most);
+                logits[at + i] = tile[i];
             }
             __syncthreads();
             if (threadIdx.x < FS_LANES) {
-                float lane = 0.0f;
-                for (size_t i = threadIdx.x; i < n; i += FS_LANES) {
-                    lane = lane + tile[i];
-                }
-                lanes[threadIdx.x] = lane;
+                lanes[threadIdx.x] = add_tile(0.0f, tile, n);
             }
             __syncthreads();
             sum = sum + sum_lanes(lanes);
@@ -146,8 +143,8 @@ fs_cuda_xent(fs_cuda_stream stream, const fs_xent *op)
     if (op->dlogits != NULL) {
         touched.writes(op->dlogits, n * fs_dtype_nbytes(op->dtype));
     }
-    FS_LAUNCH(xent_kernel, fs_cuda_blocks(op->rows, 1), ROW_THREADS, f32s(ROW_THREADS + FS_LANES),
-              stream, touched, *op);
+    FS_LAUNCH(xent_kernel, fs_cuda_blocks(op->rows, 1), ROW_THREADS,
+              f32s(ROW_THREADS + FS_LANES + FS_XENT_TILE_N), stream, touched, *op);
     return fs_cuda_launched("xent");
 }
 

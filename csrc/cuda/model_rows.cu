@@ -39,6 +39,9 @@ embed_grad_kernel(fs_embed_grad op)
     size_t n = op.vocab * op.width;
     for (size_t at = first_element(); at < n; at += element_stride()) {
         size_t id = at / op.width, column = at % op.width;
+        if (op.add && op.first[id] == op.first[id + 1]) {
+            continue; /* most of the table, mostly */
+        }
         float sum = op.add ? op.dtable[at] : 0.0f;
         for (int32_t s = op.first[id]; s < op.first[id + 1]; s++) {
             size_t from = (size_t)op.sorted[s] * op.width + column;
@@ -69,35 +72,52 @@ fs_cuda_embed_grad(fs_cuda_stream stream, const fs_embed_grad *op)
 
 // ---- residual and RMSNorm -----------------------------------------------------------------------
 
+/* A row's sum over lanes: all threads put a tile's terms where tile points, then call this. */
+FS_DEVICE_FN void
+take_tile(float *lane, const float *tile, size_t n)
+{
+    __syncthreads();
+    *lane = add_tile(*lane, tile, n);
+    __syncthreads();
+}
+
+/* The sum of all lanes, for every thread. */
+FS_DEVICE_FN double
+share_lanes(float *lanes, float lane)
+{
+    if (threadIdx.x < FS_LANES) {
+        lanes[threadIdx.x] = lane;
+    }
+    __syncthreads();
+    return sum_lanes(lanes);
+}
+
 /* A block a row. */
 static __global__ void
 norm_kernel(fs_norm op)
 {
-    float *lanes = (float *)(void *)fs_shared_memory();
+    float *tile = (float *)(void *)fs_shared_memory(); /* ROW_TILE_N */
+    float *lanes = tile + ROW_TILE_N;                  /* FS_LANES */
     size_t width = op.width;
+    const void *in = op.branch != NULL ? op.sum : op.x;
     for (size_t r = blockIdx.x; r < op.rows; r += gridDim.x) {
         size_t row = r * width;
-        const void *in = op.x;
-        if (op.branch != NULL) {
-            for (size_t i = threadIdx.x; i < width; i += blockDim.x) {
-                float extra = fs_load_f32(op.branch, op.dtype, row + i);
-                extra = op.bias != NULL ? extra + fs_load_f32(op.bias, op.dtype, i) : extra;
-                fs_store_f32(op.sum, op.dtype, row + i,
-                             fs_load_f32(op.x, op.dtype, row + i) + op.alpha * extra);
-            }
-            in = op.sum;
-        }
-        __syncthreads();
-        if (threadIdx.x < FS_LANES) {
-            float lane = 0.0f;
-            for (size_t i = threadIdx.x; i < width; i += FS_LANES) {
+        float lane = 0.0f;
+        for (size_t at = 0; at < width; at += ROW_TILE_N) {
+            size_t n = width - at < ROW_TILE_N ? width - at : ROW_TILE_N;
+            for (size_t i = at + threadIdx.x; i < at + n; i += blockDim.x) {
+                if (op.branch != NULL) {
+                    float extra = fs_load_f32(op.branch, op.dtype, row + i);
+                    extra = op.bias != NULL ? extra + fs_load_f32(op.bias, op.dtype, i) : extra;
+                    fs_store_f32(op.sum, op.dtype, row + i,
+                                 fs_load_f32(op.x, op.dtype, row + i) + op.alpha * extra);
+                }
                 float x = fs_load_f32(in, op.dtype, row + i);
-                lane = lane + x * x;
+                tile[i - at] = x * x;
             }
-            lanes[threadIdx.x] = lane;
+            take_tile(&lane, tile, n);
         }
-        __syncthreads();
-        double squares = sum_lanes(lanes);
+        double squares = share_lanes(lanes, lane);
         float rstd = (float)(1.0 / sqrt(squares / (double)width + op.eps));
         if (threadIdx.x == 0) {
             op.rstd[r] = rstd;
@@ -130,47 +150,55 @@ fs_cuda_norm(fs_cuda_stream stream, const fs_norm *op)
     if (op->branch != NULL) {
         touched.reads(op->branch, nbytes).writes(op->sum, nbytes);
     }
-    FS_LAUNCH(norm_kernel, fs_cuda_blocks(op->rows, 1), ROW_THREADS, f32s(FS_LANES), stream,
-              touched, *op);
+    FS_LAUNCH(norm_kernel, fs_cuda_blocks(op->rows, 1), ROW_THREADS, f32s(ROW_TILE_N + FS_LANES),
+              stream, touched, *op);
     return fs_cuda_launched("norm");
 }
 
-/* A block a chunk of rows: its share of dweight goes to its line of partial. */
+/* A thread a column of a chunk of rows: the chunk's share of dweight goes to its line of partial.
+ * Before norm_grad_kernel, which puts something else where dy is. */
 static __global__ void
-norm_grad_kernel(fs_norm_grad op, size_t chunk)
+norm_grad_partial_kernel(fs_norm_grad op, size_t chunk, size_t chunks)
 {
-    float *lanes = (float *)(void *)fs_shared_memory();
-    size_t width = op.width, begin = blockIdx.x * chunk;
-    size_t end = op.rows - begin < chunk ? op.rows : begin + chunk;
-    float *partial = op.dweight == NULL ? NULL : op.partial + blockIdx.x * width;
-    if (partial != NULL) {
-        for (size_t i = threadIdx.x; i < width; i += blockDim.x) {
-            partial[i] = 0.0f;
+    size_t width = op.width;
+    for (size_t item = first_element(); item < chunks * width; item += element_stride()) {
+        size_t begin = item / width * chunk, i = item % width;
+        size_t end = op.rows - begin < chunk ? op.rows : begin + chunk;
+        float sum = 0.0f;
+        for (size_t r = begin; r < end; r++) {
+            float x = fs_load_f32(op.x, op.dtype, r * width + i);
+            sum = sum + fs_load_f32(op.dy, op.dtype, r * width + i) * (x * op.rstd[r]);
         }
+        op.partial[item] = sum;
     }
-    for (size_t r = begin; r < end; r++) {
+}
+
+/* A block a row. */
+static __global__ void
+norm_grad_kernel(fs_norm_grad op)
+{
+    float *tile = (float *)(void *)fs_shared_memory(); /* ROW_TILE_N */
+    float *lanes = tile + ROW_TILE_N;                  /* FS_LANES */
+    size_t width = op.width;
+    for (size_t r = blockIdx.x; r < op.rows; r += gridDim.x) {
         size_t row = r * width;
-        float rstd = op.rstd[r];
-        if (threadIdx.x < FS_LANES) {
-            float lane = 0.0f;
-            for (size_t i = threadIdx.x; i < width; i += FS_LANES) {
-                lane = lane + fs_load_f32(op.dy, op.dtype, row + i) *
-                                  fs_load_f32(op.weight, op.dtype, i) *
-                                  fs_load_f32(op.x, op.dtype, row + i);
+        float rstd = op.rstd[r], lane = 0.0f;
+        for (size_t at = 0; at < width; at += ROW_TILE_N) {
+            size_t n = width - at < ROW_TILE_N ? width - at : ROW_TILE_N;
+            for (size_t i = at + threadIdx.x; i < at + n; i += blockDim.x) {
+                tile[i - at] = fs_load_f32(op.dy, op.dtype, row + i) *
+                               fs_load_f32(op.weight, op.dtype, i) *
+                               fs_load_f32(op.x, op.dtype, row + i);
             }
-            lanes[threadIdx.x] = lane;
+            take_tile(&lane, tile, n);
         }
-        __syncthreads();
         /* With n = x * rstd: dx = rstd * (dn - n * mean(dn * n)). */
-        double mean = sum_lanes(lanes) * (double)rstd / (double)width;
+        double mean = share_lanes(lanes, lane) * (double)rstd / (double)width;
         float back = (float)(mean * (double)rstd * (double)rstd);
         for (size_t i = threadIdx.x; i < width; i += blockDim.x) {
             float x = fs_load_f32(op.x, op.dtype, row + i);
             float dy = fs_load_f32(op.dy, op.dtype, row + i);
             float weight = fs_load_f32(op.weight, op.dtype, i);
-            if (partial != NULL) {
-                partial[i] = partial[i] + dy * (x * rstd);
-            }
             float here = rstd * (dy * weight) - x * back;
             here = op.dx_add ? fs_load_f32(op.dx, op.dtype, row + i) + here : here;
             fs_store_f32(op.dx, op.dtype, row + i, here);
@@ -203,16 +231,27 @@ fs_cuda_norm_grad(fs_cuda_stream stream, const fs_norm_grad *op)
     size_t chunk = fs_norm_chunk_rows(op->rows);
     size_t chunks = op->rows / chunk + (op->rows % chunk != 0);
     size_t partial = op->dweight == NULL ? 0 : f32s(chunks * op->width);
-    if (chunks > 0) {
-        FS_LAUNCH(norm_grad_kernel, (unsigned)chunks, ROW_THREADS, f32s(FS_LANES), stream,
+    if (partial > 0) {
+        FS_LAUNCH(norm_grad_partial_kernel, fs_cuda_blocks(chunks * op->width, ELEMENT_THREADS),
+                  ELEMENT_THREADS, 0, stream,
+                  fs_touched()
+                      .reads(op->x, nbytes)
+                      .reads(op->rstd, f32s(op->rows))
+                      .reads(op->dy, nbytes)
+                      .writes(op->partial, partial),
+                  *op, chunk, chunks);
+        FS_TRY(fs_cuda_launched("norm_grad"));
+    }
+    if (op->rows > 0) {
+        FS_LAUNCH(norm_grad_kernel, fs_cuda_blocks(op->rows, 1), ROW_THREADS,
+                  f32s(ROW_TILE_N + FS_LANES), stream,
                   fs_touched()
                       .reads(op->x, nbytes)
                       .reads(op->rstd, f32s(op->rows))
                       .reads(op->weight, op->width * element)
                       .writes(op->dy, nbytes)
-                      .writes(op->dx, nbytes)
-                      .writes(op->partial, partial),
-                  *op, chunk);
+                      .writes(op->dx, nbytes),
+                  *op);
         FS_TRY(fs_cuda_launched("norm_grad"));
     }
     if (op->dweight != NULL) {

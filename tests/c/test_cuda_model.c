@@ -409,6 +409,7 @@ main(void)
         test_norm(35, 67);
         test_norm(300, 16);
         test_norm(1, 5);
+        test_norm(2, 4100);
         test_heads(2, 9, 4, 2, 6);
         test_heads(1, 5, 3, 1, 32);
         test_swiglu(13, 29);
