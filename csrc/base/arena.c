@@ -28,15 +28,16 @@ fs_mem_class_name(fs_mem_class memory_class)
 // ---- ledger -------------------------------------------------------------------------------------
 
 void
-fs_ledger_charge(fs_ledger *ledger, fs_mem_class memory_class, bool world, size_t nbytes)
+fs_ledger_charge(fs_ledger *ledger, fs_mem_class memory_class, fs_home home, size_t nbytes)
 {
     if (ledger == NULL || nbytes == 0) {
         return;
     }
-    _Atomic size_t *row = world ? ledger->world_nbytes : ledger->private_nbytes;
-    atomic_fetch_add(&row[memory_class], nbytes);
-    size_t now = atomic_load(&ledger->private_nbytes[memory_class]) +
-                 atomic_load(&ledger->world_nbytes[memory_class]);
+    atomic_fetch_add(&ledger->nbytes[home][memory_class], nbytes);
+    size_t now = 0;
+    for (int h = 0; h < FS_HOME_COUNT; h++) {
+        now += atomic_load(&ledger->nbytes[h][memory_class]);
+    }
     size_t peak = atomic_load(&ledger->peak_nbytes[memory_class]);
     while (now > peak &&
            !atomic_compare_exchange_weak(&ledger->peak_nbytes[memory_class], &peak, now)) {
@@ -44,13 +45,12 @@ fs_ledger_charge(fs_ledger *ledger, fs_mem_class memory_class, bool world, size_
 }
 
 void
-fs_ledger_discharge(fs_ledger *ledger, fs_mem_class memory_class, bool world, size_t nbytes)
+fs_ledger_discharge(fs_ledger *ledger, fs_mem_class memory_class, fs_home home, size_t nbytes)
 {
     if (ledger == NULL || nbytes == 0) {
         return;
     }
-    _Atomic size_t *row = world ? ledger->world_nbytes : ledger->private_nbytes;
-    atomic_fetch_sub(&row[memory_class], nbytes);
+    atomic_fetch_sub(&ledger->nbytes[home][memory_class], nbytes);
 }
 
 // ---- failure injection --------------------------------------------------------------------------
@@ -78,15 +78,15 @@ injected_failure(void)
 // ---- arena --------------------------------------------------------------------------------------
 
 void
-fs_arena_init_counting(fs_arena *arena, fs_ledger *plan, bool world)
+fs_arena_init_counting(fs_arena *arena, fs_ledger *plan, fs_home home)
 {
-    *arena = (fs_arena){.ledger = plan, .world = world};
+    *arena = (fs_arena){.ledger = plan, .home = home};
 }
 
 void
-fs_arena_init_over(fs_arena *arena, fs_ledger *ledger, void *base, size_t capacity)
+fs_arena_init_over(fs_arena *arena, fs_ledger *ledger, fs_home home, void *base, size_t capacity)
 {
-    *arena = (fs_arena){.ledger = ledger, .base = base, .capacity = capacity, .world = true};
+    *arena = (fs_arena){.ledger = ledger, .base = base, .capacity = capacity, .home = home};
 }
 
 #define HUGE_PAGE_NBYTES ((size_t)2 << 20)
@@ -115,6 +115,7 @@ fs_arena_open(fs_arena *arena, fs_ledger *ledger, size_t capacity)
 #endif
     arena->base = base;
     arena->capacity = mapped;
+    arena->mapped = true;
     return FS_OK;
 }
 
@@ -137,7 +138,7 @@ fs_arena_take(fs_arena *arena, fs_mem_class memory_class, size_t nbytes, void *o
     memcpy(out, &given, sizeof given);
     arena->used = used;
     arena->class_nbytes[memory_class] += rounded;
-    fs_ledger_charge(arena->ledger, memory_class, arena->world, rounded);
+    fs_ledger_charge(arena->ledger, memory_class, arena->home, rounded);
     return FS_OK;
 }
 
@@ -145,9 +146,9 @@ void
 fs_arena_close(fs_arena *arena)
 {
     for (int c = 0; c < FS_MEM_CLASS_COUNT; c++) {
-        fs_ledger_discharge(arena->ledger, (fs_mem_class)c, arena->world, arena->class_nbytes[c]);
+        fs_ledger_discharge(arena->ledger, (fs_mem_class)c, arena->home, arena->class_nbytes[c]);
     }
-    if (arena->base != NULL && !arena->world) {
+    if (arena->mapped) {
         (void)munmap(arena->base, arena->capacity);
     }
     *arena = (fs_arena){0};

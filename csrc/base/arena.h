@@ -39,17 +39,20 @@ typedef enum fs_mem_class {
 /* "weights", "pool", ... */
 const char *fs_mem_class_name(fs_mem_class memory_class);
 
-/* Bytes charged to one rank, by class. world counts bytes in memory shared with other ranks (each
- * byte charged to the rank that owns it); private the rest. Counters are atomic: pool workers and
- * background saves may charge too. One ledger per world; a plan has its own. */
+/* Whose memory it is: of this process alone; shared with other ranks (each byte charged to the rank
+ * that owns it); or of the rank's device. */
+typedef enum fs_home { FS_HOME_PRIVATE = 0, FS_HOME_WORLD, FS_HOME_DEVICE, FS_HOME_COUNT } fs_home;
+
+/* Bytes charged to one rank, by home and class. Counters are atomic: pool workers and background
+ * saves may charge too. One ledger per world; a plan has its own. */
 typedef struct fs_ledger {
-    _Atomic size_t private_nbytes[FS_MEM_CLASS_COUNT];
-    _Atomic size_t world_nbytes[FS_MEM_CLASS_COUNT];
-    _Atomic size_t peak_nbytes[FS_MEM_CLASS_COUNT]; /* of private + world, since open */
+    _Atomic size_t nbytes[FS_HOME_COUNT][FS_MEM_CLASS_COUNT];
+    _Atomic size_t peak_nbytes[FS_MEM_CLASS_COUNT]; /* of all homes together, since open */
 } fs_ledger;
 
-void fs_ledger_charge(fs_ledger *ledger, fs_mem_class memory_class, bool world, size_t nbytes);
-void fs_ledger_discharge(fs_ledger *ledger, fs_mem_class memory_class, bool world, size_t nbytes);
+void fs_ledger_charge(fs_ledger *ledger, fs_mem_class memory_class, fs_home home, size_t nbytes);
+void fs_ledger_discharge(fs_ledger *ledger, fs_mem_class memory_class, fs_home home,
+                         size_t nbytes);
 
 /* Rows are rounded to this, so that any row may start a vector load or a BLAS operand. */
 #define FS_ARENA_ALIGN 128
@@ -61,19 +64,21 @@ typedef struct fs_arena {
     size_t used;         /* bytes handed out */
     size_t capacity;     /* bytes behind base */
     size_t class_nbytes[FS_MEM_CLASS_COUNT]; /* what close gives back to the ledger */
-    bool world;          /* base is world memory: not ours to unmap */
+    fs_home home;
+    bool mapped;         /* base is ours to unmap */
 } fs_arena;
 
 /* An arena without memory: take only counts. */
-void fs_arena_init_counting(fs_arena *arena, fs_ledger *plan, bool world);
+void fs_arena_init_counting(fs_arena *arena, fs_ledger *plan, fs_home home);
 
 /* Maps capacity bytes of private zeroed memory (page rounded; huge pages advised from 2 MiB). */
 FS_NODISCARD fs_status
 fs_arena_open(fs_arena *arena, fs_ledger *ledger, size_t capacity);
 
-/* An arena over memory that somebody else owns (a region's block). */
-void
-fs_arena_init_over(fs_arena *arena, fs_ledger *ledger, void *base, size_t capacity);
+/* An arena over memory that somebody else owns: a region's block, or device memory, which is never
+ * touched here. */
+void fs_arena_init_over(fs_arena *arena, fs_ledger *ledger, fs_home home, void *base,
+                        size_t capacity);
 
 /* Hands out nbytes (rounded up to FS_ARENA_ALIGN) of zeroed memory. *out is a void pointer of any
  * type, set to NULL while counting. Fails with FS_EINTERNAL when an arena with memory is full: the

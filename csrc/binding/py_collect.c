@@ -336,7 +336,7 @@ free_owner(PyObject *capsule)
 {
     region_owner *owner = PyCapsule_GetPointer(capsule, "flatshard.region");
     if (owner->world->world != NULL) {
-        fs_ledger_discharge(fs_world_ledger(owner->world->world), FS_MEM_WORKSPACE, true,
+        fs_ledger_discharge(fs_world_ledger(owner->world->world), FS_MEM_WORKSPACE, FS_HOME_WORLD,
                             owner->nbytes);
     }
     fs_region_close(owner->region);
@@ -405,7 +405,7 @@ symmetric(PyObject *self, PyObject *const *args, Py_ssize_t n)
     }
     owner->world = (fs_py_world *)Py_NewRef(self);
     owner->nbytes = fs_region_stride(owner->region);
-    fs_ledger_charge(fs_world_ledger(world), FS_MEM_WORKSPACE, true, owner->nbytes);
+    fs_ledger_charge(fs_world_ledger(world), FS_MEM_WORKSPACE, FS_HOME_WORLD, owner->nbytes);
     void *block = fs_region_block(owner->region, fs_world_rank(world));
     PyObject *capsule = PyCapsule_New(owner, "flatshard.region", free_owner);
     if (capsule == NULL) {

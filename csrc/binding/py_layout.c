@@ -137,9 +137,10 @@ fs_py_ledger_dict(const fs_ledger *ledger)
 {
     PyObject *rows = PyDict_New();
     for (int c = 0; rows != NULL && c < FS_MEM_CLASS_COUNT; c++) {
-        PyObject *row = Py_BuildValue("(nnn)", (Py_ssize_t)atomic_load(&ledger->private_nbytes[c]),
-                                      (Py_ssize_t)atomic_load(&ledger->world_nbytes[c]),
-                                      (Py_ssize_t)atomic_load(&ledger->peak_nbytes[c]));
+        PyObject *row =
+            Py_BuildValue("(nnn)", (Py_ssize_t)atomic_load(&ledger->nbytes[FS_HOME_PRIVATE][c]),
+                          (Py_ssize_t)atomic_load(&ledger->nbytes[FS_HOME_WORLD][c]),
+                          (Py_ssize_t)atomic_load(&ledger->peak_nbytes[c]));
         if (row == NULL ||
             PyDict_SetItemString(rows, fs_mem_class_name((fs_mem_class)c), row) < 0) {
             Py_CLEAR(rows);
@@ -164,7 +165,7 @@ shards_plan(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     fs_ledger ledger = {0};
-    fs_status status = fs_shards_plan(layout, &policy, moments_n, rank, &ledger);
+    fs_status status = fs_shards_plan(layout, &policy, moments_n, rank, false, &ledger);
     fs_layout_free(layout);
     return status == FS_OK ? fs_py_ledger_dict(&ledger) : fs_raise(status, NULL);
 }

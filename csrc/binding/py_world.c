@@ -7,6 +7,7 @@
 #include "../base/cpu.h"
 #include "../base/env.h"
 #include "py_device.h"
+#include "py_layout.h"
 
 static PyTypeObject *world_type; /* one module per process, which is never unloaded */
 
@@ -312,24 +313,7 @@ static PyObject *
 world_memory(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
     fs_world *world = fs_py_world_get(object);
-    PyObject *table = world != NULL ? PyDict_New() : NULL;
-    if (table == NULL) {
-        return NULL;
-    }
-    fs_ledger *ledger = fs_world_ledger(world);
-    for (int c = 0; c < FS_MEM_CLASS_COUNT; c++) {
-        size_t private_nbytes = ledger->private_nbytes[c], world_nbytes = ledger->world_nbytes[c];
-        PyObject *row = Py_BuildValue("(nnn)", (Py_ssize_t)private_nbytes, (Py_ssize_t)world_nbytes,
-                                      (Py_ssize_t)ledger->peak_nbytes[c]);
-        if (row == NULL ||
-            PyDict_SetItemString(table, fs_mem_class_name((fs_mem_class)c), row) < 0) {
-            Py_XDECREF(row);
-            Py_DECREF(table);
-            return NULL;
-        }
-        Py_DECREF(row);
-    }
-    return table;
+    return world != NULL ? fs_py_ledger_dict(fs_world_ledger(world)) : NULL;
 }
 
 static PyObject *

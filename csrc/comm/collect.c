@@ -51,7 +51,7 @@ fs_windows_open(fs_world *world)
         /* Behind the halves, this rank's page of the log. */
         size_t nbytes = fs_round_up(2 * world->half_nbytes + log_nbytes, fs_page_nbytes());
         FS_TRY(fs_region_open(world, "windows", nbytes, &world->windows));
-        fs_ledger_charge(&world->ledger, FS_MEM_WINDOWS, true, nbytes);
+        fs_ledger_charge(&world->ledger, FS_MEM_WINDOWS, FS_HOME_WORLD, nbytes);
         page = fs_region_block(world->windows, world->rank) + 2 * world->half_nbytes;
     } else {
         FS_TRY_GOTO(fs_arena_take(arena, FS_MEM_WINDOWS, log_nbytes, &page), st, unable);

@@ -253,7 +253,8 @@ void fs_log_set_off(bool off);
 
 // ---- waiting ------------------------------------------------------------------------------------
 
-#define FS_NOSIG 1u /* Ctrl-C is remembered, not obeyed, during this wait */
+#define FS_NOSIG 1u  /* Ctrl-C is remembered, not obeyed, during this wait */
+#define FS_NOBELL 2u /* nobody rings when the condition holds (a device): looks often */
 
 /* True when the wait is over. Called often, from the waiting thread; must not block. */
 typedef bool (*fs_condition)(void *ctx);
@@ -268,6 +269,20 @@ fs_wait(fs_world *world, fs_condition condition, void *ctx, unsigned flags);
 FS_NODISCARD fs_status
 fs_world_pause(fs_world *world);
 
+/* For waits that somebody else's library makes and asks from: what would end an fs_wait (abort,
+ * death, deadline, Ctrl-C) is looked at, at most once in a slice of a wait. Looks are zeroed at
+ * first; one that comes seconds after the last is of another wait. */
+typedef struct fs_looks {
+    int64_t began_ns, last_ns;
+} fs_looks;
+FS_NODISCARD fs_status
+fs_world_look(fs_world *world, fs_looks *looks);
+
+/* Ends the job because this rank found that it cannot go on: status, whose message all ranks get.
+ * Returns status; FS_ABORTED where the job was over already. */
+FS_NODISCARD fs_status
+fs_world_fail(fs_world *world, fs_cause_kind kind, fs_status status);
+
 /* Wakes ranks that sleep in fs_wait, after a shared counter moved. */
 void fs_bell(fs_world *world);
 
@@ -276,6 +291,13 @@ typedef fs_status (*fs_idle)(void *ctx);
 FS_NODISCARD fs_status
 fs_world_add_idle(fs_world *world, fs_idle idle, void *ctx);
 void fs_world_remove_idle(fs_world *world, fs_idle idle, void *ctx);
+
+/* Called when a function of this rank reports that the job is over, before it returns, each time:
+ * whatever works for the world elsewhere (a device) must be ended. Must not wait. */
+typedef void (*fs_over)(void *ctx);
+FS_NODISCARD fs_status
+fs_world_add_over(fs_world *world, fs_over over, void *ctx);
+void fs_world_remove_over(fs_world *world, fs_over over, void *ctx);
 
 /* What is compared at a fence; a difference is FS_CAUSE_MISMATCH on all ranks, naming both. */
 typedef struct fs_what {

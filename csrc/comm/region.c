@@ -124,7 +124,8 @@ fs_span_free(fs_job *job, uint64_t at, size_t nbytes)
 {
     nbytes = fs_round_up(nbytes, fs_page_nbytes());
     if (job->threads) {
-        fs_arena arena = {.base = (unsigned char *)(uintptr_t)at, .capacity = nbytes};
+        fs_arena arena = {
+            .base = (unsigned char *)(uintptr_t)at, .capacity = nbytes, .mapped = true};
         fs_arena_close(&arena);
         return;
     }

@@ -194,6 +194,11 @@ typedef struct fs_hook {
     void *ctx;
 } fs_hook;
 
+typedef struct fs_over_hook {
+    fs_over over;
+    void *ctx;
+} fs_over_hook;
+
 #define FS_EVENTS_MAX 4
 
 #define FS_LOG_DEPTH 8
@@ -237,10 +242,13 @@ struct fs_world {
 
     fs_hook *hooks;
     size_t hooks_n;
+    fs_over_hook *over_hooks;
+    size_t over_hooks_n;
     bool in_hooks;
     fs_interrupted interrupted;
     void *interrupted_ctx;
     int64_t pause_at; /* when fs_world_pause asks it again */
+    int64_t look_at;  /* when fs_world_look looks again */
 
     /* Windows: two halves of a block of world memory for each rank, see collect.c. */
     fs_region *windows;

@@ -45,9 +45,9 @@ relax(void)
 
 /* True if a signal ended it early. */
 static bool
-sleep_slice(fs_world *world, uint32_t bell)
+sleep_slice(fs_world *world, uint32_t bell, long slice_ns)
 {
-    struct timespec slice = {0, FS_WAIT_SLICE_NS};
+    struct timespec slice = {0, slice_ns};
     int op = world->job->threads ? FUTEX_WAIT_PRIVATE : FUTEX_WAIT;
     long rc = syscall(SYS_futex, &world->page->bell, op, bell, &slice, NULL, 0);
     return rc < 0 && errno == EINTR;
@@ -64,12 +64,12 @@ ring(fs_world *world)
 #else
 
 static bool
-sleep_slice(fs_world *world, uint32_t bell)
+sleep_slice(fs_world *world, uint32_t bell, long slice_ns)
 {
     fs_world_page *page = world->page;
     struct timespec until;
     (void)clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_nsec += FS_WAIT_SLICE_NS;
+    until.tv_nsec += slice_ns;
     if (until.tv_nsec >= 1000000000) {
         until.tv_nsec -= 1000000000;
         until.tv_sec++;
@@ -161,11 +161,20 @@ injected_fault(void)
 
 // ---- ending a wait ------------------------------------------------------------------------------
 
+static void
+say_over(const fs_world *world)
+{
+    for (size_t i = 0; i < world->over_hooks_n; i++) {
+        world->over_hooks[i].over(world->over_hooks[i].ctx);
+    }
+}
+
 fs_status
 fs_world_aborted(const fs_world *world)
 {
     char text[FS_REPORT_NBYTES];
     fs_job_report(world->job, text, sizeof text);
+    say_over(world);
     return FS_FAIL(FS_ABORTED, "%s", text);
 }
 
@@ -174,8 +183,9 @@ fs_world_aborted(const fs_world *world)
 #define FS_LOCATE_LOST_NS 30000000
 #define FS_LOCATE_LATE_NS 500000000
 
-void
-fs_world_abort(fs_world *world, fs_cause_kind kind, int culprit, double seconds)
+/* said: stands before the report; NULL: nothing does. */
+static void
+abort_saying(fs_world *world, fs_cause_kind kind, int culprit, double seconds, const char *said)
 {
     fs_job *job = world->job;
     int reporter = world->ranks[world->rank];
@@ -193,10 +203,32 @@ fs_world_abort(fs_world *world, fs_cause_kind kind, int culprit, double seconds)
     if (atomic_load(&job->page->abort) != 0) {
         return;
     }
-    fs_report_format(job, world, cause, seconds, job->page->slot[reporter].report,
-                     FS_REPORT_NBYTES);
+    char *report = job->page->slot[reporter].report;
+    size_t said_n = said != NULL ? fs_min_size(strlen(said), FS_REPORT_NBYTES / 2) : 0;
+    if (said_n > 0) {
+        memcpy(report, said, said_n);
+        report[said_n++] = '\n';
+    }
+    fs_report_format(job, world, cause, seconds, report + said_n, FS_REPORT_NBYTES - said_n);
     (void)fs_job_abort(job, reporter, kind, culprit);
     ring(world);
+}
+
+void
+fs_world_abort(fs_world *world, fs_cause_kind kind, int culprit, double seconds)
+{
+    abort_saying(world, kind, culprit, seconds, NULL);
+}
+
+fs_status
+fs_world_fail(fs_world *world, fs_cause_kind kind, fs_status status)
+{
+    fs_kept kept;
+    fs_status_keep(status, &kept);
+    FS_TRY(fs_world_usable(world));
+    abort_saying(world, kind, world->ranks[world->rank], 0, kept.text);
+    say_over(world);
+    return fs_status_tell(&kept, "");
 }
 
 bool
@@ -225,7 +257,7 @@ find_late(const fs_world *world)
 
 /* Death anywhere in the job, or a clean end of a rank that we wait for, ends it. */
 static void
-look_for_lost(fs_world *world)
+look_for_lost(fs_world *world, bool leavers)
 {
     fs_cause_kind kind;
     int lost = fs_job_lost(world->job, &kind);
@@ -234,7 +266,7 @@ look_for_lost(fs_world *world)
         return;
     }
     bool in_fence = fs_world_has_come(world, world->rank);
-    for (int r = 0; r < world->size; r++) {
+    for (int r = 0; leavers && r < world->size; r++) {
         int job_rank = world->ranks[r];
         if (r != world->rank && !(in_fence && fs_world_has_come(world, r)) &&
             (atomic_load(&world->page->member[r].closed) != 0 ||
@@ -249,6 +281,9 @@ look_for_lost(fs_world *world)
 
 #define FS_SPIN_CHECKS 32       /* tests of the condition between two looks at the clock */
 #define FS_INTERRUPT_SLICES 5   /* slices between two questions about Ctrl-C */
+#define FS_NOBELL_SLICES 100    /* parts of a slice where nobody rings */
+#define FS_LEAVER_PATIENCE_S 5.0
+#define FS_LOOKS_APART_NS 2000000000
 #define FS_SPIN_LEAST_NS 500
 
 /* Adaptive: a spin that was in vain halves the next one, one that would have sufficed doubles
@@ -306,7 +341,8 @@ look_around(fs_world *world, wait_state *state, unsigned flags, bool signalled)
     double waited = (double)(now - state->start) * 1e-9;
     if (now >= state->look_at && atomic_load(&job->page->abort) == 0) {
         state->look_at = now + FS_WAIT_SLICE_NS;
-        look_for_lost(world);
+        /* A device that works may need nobody: only one that seems stuck waits for who has left. */
+        look_for_lost(world, !(flags & FS_NOBELL) || waited > FS_LEAVER_PATIENCE_S);
     }
     if (now >= state->end && atomic_load(&job->page->abort) == 0) {
         fs_world_abort(world, FS_CAUSE_TIMEOUT, find_late(world), waited);
@@ -343,6 +379,8 @@ wait_asleep(fs_world *world, fs_condition condition, void *ctx, unsigned flags)
     state.look_at = state.start + FS_WAIT_SLICE_NS;
     state.report_at = deadline_after(state.start, world->deadlines.report_after_s);
     state.end = deadline_after(state.start, world->deadlines.timeout_s);
+    long slice_ns = flags & FS_NOBELL ? FS_WAIT_SLICE_NS / FS_NOBELL_SLICES : FS_WAIT_SLICE_NS;
+    unsigned slept = 0;
     for (;;) {
         uint32_t bell = atomic_load(&page->bell);
         atomic_fetch_add(&page->sleepers, 1);
@@ -359,8 +397,8 @@ wait_asleep(fs_world *world, fs_condition condition, void *ctx, unsigned flags)
             done = condition(ctx);
         }
         if (!done) {
-            signalled = sleep_slice(world, bell);
-            state.slices++;
+            signalled = sleep_slice(world, bell, slice_ns);
+            state.slices += !(flags & FS_NOBELL) || ++slept % FS_NOBELL_SLICES == 0;
         }
         atomic_fetch_sub(&page->sleepers, 1);
         /* The condition before everything else: what is there is there, whoever has died since. */
@@ -418,6 +456,24 @@ fs_wait(fs_world *world, fs_condition condition, void *ctx, unsigned flags)
     fs_status st = wait_for(world, condition, ctx, flags);
     fs_log_wait_end(world, &wait);
     return st;
+}
+
+fs_status
+fs_world_look(fs_world *world, fs_looks *looks)
+{
+    int64_t now = fs_now_ns();
+    if (now - looks->last_ns > FS_LOOKS_APART_NS) {
+        looks->began_ns = now;
+    }
+    looks->last_ns = now;
+    if (now < world->look_at) {
+        return FS_OK;
+    }
+    world->look_at = now + FS_WAIT_SLICE_NS;
+    FS_TRY(fs_world_usable(world));
+    wait_state state = {.start = looks->began_ns, .look_at = now, .report_at = INT64_MAX,
+                        .end = deadline_after(looks->began_ns, world->deadlines.timeout_s)};
+    return look_around(world, &state, 0, false);
 }
 
 fs_status

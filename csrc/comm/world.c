@@ -39,6 +39,7 @@ world_free(fs_world *world)
     }
     fs_free(world->ranks);
     fs_free(world->hooks);
+    fs_free(world->over_hooks);
     fs_free(world->events);
     fs_free(world);
 }
@@ -103,7 +104,7 @@ fs_world_open(fs_job *job, int rank, const fs_exec *exec, const fs_deadlines *de
     atomic_store(&job->page->slot[rank].thread, fs_thread_id(job));
     world->page = (fs_world_page *)((unsigned char *)job->page + job->page->root_at);
     if (rank == 0) {
-        fs_ledger_charge(&world->ledger, FS_MEM_WINDOWS, true, job->page->nbytes);
+        fs_ledger_charge(&world->ledger, FS_MEM_WINDOWS, FS_HOME_WORLD, job->page->nbytes);
     }
     const fs_what what = {FS_OP_OPEN, -1, -1, 0, 0};
     fs_status st = fs_meet(world, &what, NULL, NULL, 0);
@@ -238,7 +239,7 @@ split_found(fs_world *world, const int *members, int n, int me, uint64_t at, fs_
     }
     atomic_fetch_add(&job->refs, 1);
     if (me == 0) {
-        fs_ledger_charge(&part->ledger, FS_MEM_WINDOWS, true,
+        fs_ledger_charge(&part->ledger, FS_MEM_WINDOWS, FS_HOME_WORLD,
                          fs_round_up(part->page_nbytes, fs_page_nbytes()));
     }
     st = fs_windows_open(part);
@@ -454,6 +455,26 @@ fs_world_remove_idle(fs_world *world, fs_idle idle, void *ctx)
         if (world->hooks[i].idle == idle && world->hooks[i].ctx == ctx) {
             memmove(&world->hooks[i], &world->hooks[i + 1],
                     (--world->hooks_n - i) * sizeof *world->hooks);
+            return;
+        }
+    }
+}
+
+fs_status
+fs_world_add_over(fs_world *world, fs_over over, void *ctx)
+{
+    FS_TRY(fs_grow(&world->over_hooks, world->over_hooks_n + 1, sizeof *world->over_hooks));
+    world->over_hooks[world->over_hooks_n++] = (fs_over_hook){over, ctx};
+    return FS_OK;
+}
+
+void
+fs_world_remove_over(fs_world *world, fs_over over, void *ctx)
+{
+    for (size_t i = 0; i < world->over_hooks_n; i++) {
+        if (world->over_hooks[i].over == over && world->over_hooks[i].ctx == ctx) {
+            memmove(&world->over_hooks[i], &world->over_hooks[i + 1],
+                    (--world->over_hooks_n - i) * sizeof *world->over_hooks);
             return;
         }
     }

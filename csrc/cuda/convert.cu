@@ -37,7 +37,8 @@ fs_cuda_convert(fs_cuda_stream stream, void *dst, fs_dtype dst_dtype, const void
         return FS_OK;
     }
     if (dst_dtype == src_dtype) {
-        return fs_cuda_check(cudaMemcpyAsync(dst, src, src_nbytes, cudaMemcpyDeviceToDevice,
+        /* Any of the two may be pinned host memory. */
+        return fs_cuda_check(cudaMemcpyAsync(dst, src, src_nbytes, cudaMemcpyDefault,
                                              (cudaStream_t)stream),
                              "convert");
     }

@@ -148,8 +148,8 @@ from_shards(void *ctx, size_t index, size_t begin, size_t end, void *dst, fs_dty
     const save *call = ctx;
     const item *it = &call->items[index];
     FS_TRY(fs_world_pause(fs_shards_world(call->shards)));
-    return fs_load(call->shards, it->seg->param, it->array, it->seg->begin + begin,
-                   it->seg->begin + end, dst, dtype);
+    return fs_load_kept(call->shards, it->seg->param, it->array, it->seg->begin + begin,
+                        it->seg->begin + end, dst, dtype);
 }
 
 /* Every rank's checksums; blocks[rank] is ours already. */
@@ -271,7 +271,7 @@ copy_items(fs_snapshot *snapshot)
 {
     save *call = &snapshot->call;
     fs_arena counting;
-    fs_arena_init_counting(&counting, NULL, false);
+    fs_arena_init_counting(&counting, NULL, FS_HOME_PRIVATE);
     FS_TRY(place_items(call, &counting, NULL));
     FS_TRY(fs_calloc(call->n, sizeof *snapshot->data, &snapshot->data));
     FS_TRY(fs_arena_open(&snapshot->arena, snapshot->ledger, counting.used));
@@ -291,9 +291,10 @@ fs_snapshot_plan(const fs_layout *layout, const fs_policy *policy, int moments_n
     fs_arena copy, buffer;
     void *ignored;
     fs_ledger shards = {0};
-    FS_TRY(fs_shards_plan(layout, policy, moments_n, rank, &shards)); /* checks all of them */
-    fs_arena_init_counting(&copy, plan, false);
-    fs_arena_init_counting(&buffer, plan, false);
+    /* Checks all of them. */
+    FS_TRY(fs_shards_plan(layout, policy, moments_n, rank, false, &shards));
+    fs_arena_init_counting(&copy, plan, FS_HOME_PRIVATE);
+    fs_arena_init_counting(&buffer, plan, FS_HOME_PRIVATE);
     fs_status st = list_items(&call, layout, policy, rank, moments_n);
     st = st == FS_OK ? place_items(&call, &copy, NULL) : st;
     st = st == FS_OK

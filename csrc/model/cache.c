@@ -31,7 +31,7 @@ fs_llama_cache_begin(fs_llama *llama, size_t batch, size_t capacity)
     fs_cache cache = {.batch = batch, .capacity = capacity};
     fs_dtype dtype = llama->runtime != NULL ? llama->precision.param : FS_F32;
     fs_arena counting;
-    fs_arena_init_counting(&counting, NULL, false);
+    fs_arena_init_counting(&counting, NULL, FS_HOME_PRIVATE);
     FS_TRY(place_cache(&llama->config, dtype, &cache, &counting));
     FS_TRY(fs_room_open(llama, "keys and values", false, counting.used, &cache.room));
     fs_status st = place_cache(&llama->config, dtype, &cache, &cache.room.arena);

@@ -18,7 +18,8 @@ fs_room_open(const fs_llama *llama, const char *what, bool pinned, size_t nbytes
     fs_context *context = llama->exec->context;
     FS_TRY(pinned ? runtime->pinned_open(context, nbytes, &out->memory)
                   : runtime->memory_open(context, what, nbytes, &out->memory));
-    fs_arena_init_over(&out->arena, ledger, out->memory, nbytes);
+    fs_arena_init_over(&out->arena, ledger, pinned ? FS_HOME_PRIVATE : FS_HOME_DEVICE, out->memory,
+                       nbytes);
     return FS_OK;
 }
 
@@ -47,7 +48,7 @@ is_done(void *ctx)
 static fs_status
 wait_for_event(fs_llama *llama)
 {
-    FS_TRY(fs_wait(llama->world, is_done, llama, 0));
+    FS_TRY(fs_wait(llama->world, is_done, llama, FS_NOBELL));
     return llama->runtime->check(llama->exec->context);
 }
 

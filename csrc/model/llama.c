@@ -130,7 +130,7 @@ make_rope(fs_llama *llama, size_t length)
         return FS_OK;
     }
     fs_arena counting;
-    fs_arena_init_counting(&counting, NULL, false);
+    fs_arena_init_counting(&counting, NULL, FS_HOME_PRIVATE);
     FS_TRY(fs_rope_place(&llama->config, length, &counting, &llama->cosines, &llama->sines));
     llama->rope_length = 0;
     fs_room_close(llama, &llama->rope_room);
@@ -159,7 +159,7 @@ grow_room(fs_llama *llama, const char *what, bool pinned, size_t nbytes, fs_room
           fs_arena *over, fs_arena **out)
 {
     if (nbytes <= room->arena.capacity) {
-        fs_arena_init_over(over, NULL, room->arena.base, room->arena.capacity);
+        fs_arena_init_over(over, NULL, room->arena.home, room->arena.base, room->arena.capacity);
         *out = over;
         return FS_OK;
     }
@@ -173,8 +173,8 @@ fs_llama_make_room(fs_llama *llama, fs_mode mode, size_t batch, size_t length, s
 {
     fs_arena counting, host_counting, over, host_over, *arena, *host;
     fs_form form = fs_llama_form(llama);
-    fs_arena_init_counting(&counting, NULL, false);
-    fs_arena_init_counting(&host_counting, NULL, false);
+    fs_arena_init_counting(&counting, NULL, FS_HOME_PRIVATE);
+    fs_arena_init_counting(&host_counting, NULL, FS_HOME_PRIVATE);
     FS_TRY(fs_llama_place(&form, mode, batch, length, keys, llama->layers, &counting,
                           &host_counting, &llama->at));
     FS_TRY(make_rope(llama, keys));

@@ -313,8 +313,8 @@ fs_llama_plan(const fs_llama_config *config, const fs_layout *layout, const fs_p
     fs_arena arena, host;
     fs_batch at;
     float *cosines, *sines;
-    fs_arena_init_counting(&arena, plan, false);
-    fs_arena_init_counting(&host, plan, false);
+    fs_arena_init_counting(&arena, plan, device ? FS_HOME_DEVICE : FS_HOME_PRIVATE);
+    fs_arena_init_counting(&host, plan, FS_HOME_PRIVATE);
     fs_status st = fs_rope_place(config, length, &arena, &cosines, &sines);
     if (st == FS_OK) {
         st = fs_llama_place(&form, FS_MODE_TRAIN, batch, length, length, layers, &arena, &host,

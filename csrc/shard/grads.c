@@ -1,4 +1,5 @@
-/* Gradients: slots, the cursor over the fixed order, and the sum over ranks.
+/* Gradients: slots, the cursor over the fixed order, and the sum over ranks that see all memory
+ * (exchange.c has a device's).
  *
  * The whole protocol: contribution k is the same unit on every rank. pub[r] counts what rank r has
  * put into its slots, red[r] what it has summed. Filling a slot needs red past the slot's last
@@ -40,10 +41,16 @@ may_open(const fs_shards *shards, int u)
            (unit->opens <= shards->cursor && shards->cursor <= unit->publishes);
 }
 
-static size_t
-unit_grad_nbytes(const fs_shards *shards, int u)
+size_t
+fs_unit_grad_nbytes(const fs_shards *shards, int u)
 {
     return shards->layout->units[u].grad_n * fs_dtype_nbytes(shards->policy.precision.reduce);
+}
+
+static fs_home
+spill_home(const fs_shards *shards)
+{
+    return shards->streams == NULL ? FS_HOME_PRIVATE : FS_HOME_DEVICE;
 }
 
 static void
@@ -51,13 +58,38 @@ free_spill(fs_shards *shards, int u)
 {
     fs_unit *unit = &shards->units[u];
     if (unit->spill != NULL) {
-        fs_ledger_discharge(fs_world_ledger(shards->world), FS_MEM_SPILL, false,
-                            unit_grad_nbytes(shards, u));
+        size_t nbytes = fs_unit_grad_nbytes(shards, u);
+        fs_ledger_discharge(fs_world_ledger(shards->world), FS_MEM_SPILL, spill_home(shards),
+                            nbytes);
+        if (shards->streams == NULL) {
+            fs_free(unit->spill);
+        } else {
+            shards->streams->runtime->memory_close(shards->exec->context, unit->spill, nbytes);
+        }
     }
-    fs_free(unit->spill);
     fs_free(unit->spill_present);
     unit->spill = unit->spill_present = NULL;
     unit->in_spill = false;
+}
+
+void
+fs_grad_close_spills(fs_shards *shards, bool all)
+{
+    for (int u = 0; shards->units != NULL && u < shards->layout->units_n; u++) {
+        if (all || !shards->units[u].in_spill) {
+            free_spill(shards, u);
+        }
+    }
+}
+
+/* What the compute stream is given from now on may write the slot of unit u. */
+static void
+order_writes(fs_shards *shards, int u)
+{
+    if (shards->streams != NULL) {
+        const fs_mark *summed = &shards->streams->slots[shards->layout->units[u].slot];
+        fs_mark_after(shards, FS_STREAM_COMPUTE, summed);
+    }
 }
 
 /* Makes the slot of unit u this rank's to write; brings in what came out of turn. */
@@ -70,7 +102,8 @@ open_slot(fs_shards *shards, int u)
         return FS_OK;
     }
     slot_wait wait = {shards, shards->slot_tenant[layout->slot]};
-    if (!slot_is_free(&wait)) {
+    /* On a device only its own reduce stream reads a slot: whoever writes it comes after that. */
+    if (shards->streams == NULL && !slot_is_free(&wait)) {
         fs_world_note_op(shards->world, FS_OP_REDUCE, layout->name);
         fs_log_begin(shards->world, FS_OP_SLOT, unit->log_unit, 0);
         fs_status st = fs_wait(shards->world, slot_is_free, &wait, 0);
@@ -82,9 +115,13 @@ open_slot(fs_shards *shards, int u)
     memset(present, 0, params_n);
     if (unit->in_spill) {
         memcpy(present, unit->spill_present, params_n);
+        order_writes(shards, u);
         shards->exec->device->copy(shards->exec, fs_slot_data(shards, shards->rank, layout->slot),
-                                   unit->spill, unit_grad_nbytes(shards, u));
-        free_spill(shards, u);
+                                   unit->spill, fs_unit_grad_nbytes(shards, u));
+        unit->in_spill = false;
+        if (shards->streams == NULL) {
+            free_spill(shards, u);
+        } /* a device may still read it: freed where the step is settled */
     }
     unit->opened = true;
     return FS_OK;
@@ -136,6 +173,7 @@ fs_grad_open(fs_shards *shards, int u, void **out_slot, bool *out_add)
                        shards->layout->units[shards->layout->order[shards->cursor]].name);
     }
     FS_TRY(open_slot(shards, u));
+    order_writes(shards, u);
     const unsigned char *present = fs_slot_present(shards, shards->rank, layout->slot);
     *out_add = false;
     for (int p = 0; p < layout->end - layout->first; p++) {
@@ -160,10 +198,19 @@ open_spill(fs_shards *shards, int u)
     if (unit->in_spill) {
         return FS_OK;
     }
-    FS_TRY(fs_calloc((size_t)(layout->end - layout->first), 1, &unit->spill_present));
-    FS_TRY(fs_calloc(unit_grad_nbytes(shards, u), 1, &unit->spill));
-    fs_ledger_charge(fs_world_ledger(shards->world), FS_MEM_SPILL, false,
-                     unit_grad_nbytes(shards, u));
+    size_t params_n = (size_t)(layout->end - layout->first);
+    size_t nbytes = fs_unit_grad_nbytes(shards, u);
+    if (unit->spill_present == NULL) {
+        FS_TRY(fs_calloc(params_n, 1, &unit->spill_present));
+    }
+    memset(unit->spill_present, 0, params_n);
+    if (unit->spill == NULL) {
+        void *spill;
+        FS_TRY(shards->streams == NULL ? fs_calloc(nbytes, 1, &spill)
+                                       : fs_streams_take(shards, "spill", nbytes, &spill));
+        unit->spill = spill;
+        fs_ledger_charge(fs_world_ledger(shards->world), FS_MEM_SPILL, spill_home(shards), nbytes);
+    }
     unit->in_spill = true;
     return FS_OK;
 }
@@ -184,6 +231,7 @@ fs_grad_put(fs_shards *shards, int param, const void *src, fs_dtype src_dtype)
     unsigned char *present, *data;
     if (may_open(shards, p->unit)) {
         FS_TRY(open_slot(shards, p->unit));
+        order_writes(shards, p->unit);
         present = fs_slot_present(shards, shards->rank, layout->slot);
         data = fs_slot_data(shards, shards->rank, layout->slot);
     } else {
@@ -195,20 +243,26 @@ fs_grad_put(fs_shards *shards, int param, const void *src, fs_dtype src_dtype)
     fs_dtype dtype = shards->policy.precision.reduce;
     unsigned char *to = data + p->grad_n * fs_dtype_nbytes(dtype);
     unsigned char *flag = &present[param - layout->first];
-    if (*flag) {
-        const void *sources[1] = {src};
+    size_t width = fs_dtype_nbytes(src_dtype), n;
+    for (size_t at = 0; at < p->numel; at += n, to += n * fs_dtype_nbytes(dtype)) {
+        n = fs_bring_n(shards, p->numel - at);
+        const void *sources[1] = {
+            fs_bring(shards, (const unsigned char *)src + at * width, n * width)};
+        if (!*flag) {
+            exec->device->convert(exec, to, dtype, sources[0], src_dtype, n);
+            continue;
+        }
         fs_sum sum = {.src = sources,
                       .src_n = 1,
                       .src_dtype = src_dtype,
                       .acc = to,
                       .acc_dtype = dtype,
                       .accumulate = true,
-                      .n = p->numel};
+                      .n = n};
         exec->device->sum(exec, &sum);
-    } else {
-        exec->device->convert(exec, to, dtype, src, src_dtype, p->numel);
-        *flag = 1;
     }
+    *flag = 1;
+    fs_brought(shards);
     return FS_OK;
 }
 
@@ -228,9 +282,13 @@ publish_next(fs_shards *shards, bool keep_local)
                      (uint64_t)shards->cursor;
         shards->slot_tenant[shards->layout->units[u].slot] = k + 1;
         unit->opened = unit->kept_local = false;
+        /* Before a device's queue is given anything: an engine may want peers there for that. */
         atomic_store_explicit(&shards->blocks[shards->rank].counters->pub, k + 1,
                               memory_order_release);
         fs_bell(shards->world);
+        if (shards->streams != NULL) {
+            FS_TRY(fs_exchange(shards, k, true));
+        }
     }
     unit->complete = false;
     shards->cursor++;
@@ -408,11 +466,32 @@ sum_contribution(fs_shards *shards, uint64_t k)
     }
 }
 
+/* A device's exchanges are collectives: a rank that brings fewer contributions takes part in the
+ * rest with nothing, so that its peers' devices get on; likewise in the gathers of a batch that
+ * failed here. */
+static fs_status
+follow_peers(fs_shards *shards)
+{
+    if (!shards->finished || shards->settled) {
+        return FS_OK;
+    }
+    for (int r = 0; r < shards->size; r++) {
+        const fs_counters *counters = shards->blocks[r].counters;
+        while (atomic_load_explicit(&counters->pub, memory_order_acquire) > shards->red) {
+            FS_TRY(fs_exchange(shards, shards->red, false));
+        }
+    }
+    return shards->skips ? fs_gather_follow(shards) : FS_OK;
+}
+
 fs_status
 fs_drain(void *ctx)
 {
     fs_shards *shards = ctx;
     bool nobody, moved = false;
+    if (shards->streams != NULL) {
+        return follow_peers(shards);
+    }
     while (shards->layout->order_n > 0 && all_came(shards, shards->red, &nobody) && !nobody) {
         int u = shards->layout->order[(shards->red - shards->base) %
                                       (uint64_t)shards->layout->order_n];
@@ -445,13 +524,14 @@ fs_grad_reset(fs_shards *shards)
     shards->count = 0;
     shards->has_count = shards->has_plain = false;
     shards->bad_param = shards->bad_rank = -1;
+    shards->finished = shards->skips = false;
     shards->settled = shards->skipping = shards->agreed = false;
     shards->gather_hash = 0;
 }
 
 /* What ranks say of themselves when they settle. A rank that skips does not know at which fence the
  * others are: its words lie beside those of a loss, which it adds nothing to. */
-enum { SETTLE_ROUNDS = 2, SETTLE_SKIPS = 3 };
+enum { SETTLE_ROUNDS = 2, SETTLE_SKIPS = 3, SETTLE_GATHERS = 4, SETTLE_GATHERED = 5 };
 
 static fs_status
 meet_settled(fs_shards *shards, bool skips)
@@ -460,6 +540,10 @@ meet_settled(fs_shards *shards, bool skips)
     fs_payload payload = {{0}};
     payload.u[SETTLE_ROUNDS] = shards->rounds;
     payload.u[SETTLE_SKIPS] = skips;
+    if (shards->streams != NULL) {
+        payload.u[SETTLE_GATHERS] = shards->streams->gathers_n;
+        payload.u[SETTLE_GATHERED] = shards->gather_hash;
+    }
     payload.u[FS_PAYLOAD_OP] = what.op;
     bool losses;
     do {
@@ -472,6 +556,27 @@ meet_settled(fs_shards *shards, bool skips)
     return FS_OK;
 }
 
+/* Have all ranks put the same gathers into their queues? Else some device waits for one for ever. A
+ * rank whose batch failed has followed the others by now. */
+static fs_status
+check_gathers(fs_shards *shards)
+{
+    for (int r = 1; r < shards->size && !shards->skipping; r++) {
+        const uint64_t *first = shards->records[0].u, *other = shards->records[r].u;
+        if (first[SETTLE_GATHERS] == other[SETTLE_GATHERS] &&
+            first[SETTLE_GATHERED] == other[SETTLE_GATHERED]) {
+            continue;
+        }
+        fs_status st = FS_FAIL(FS_EINVAL,
+                               "rank 0 made %llu gathers and rank %d %llu, or of other units: all "
+                               "ranks gather the same units in the same order",
+                               (unsigned long long)first[SETTLE_GATHERS], r,
+                               (unsigned long long)other[SETTLE_GATHERS]);
+        return fs_world_fail(shards->world, FS_CAUSE_MISMATCH, st);
+    }
+    return FS_OK;
+}
+
 fs_status
 fs_settle(fs_shards *shards, bool skips)
 {
@@ -481,6 +586,8 @@ fs_settle(fs_shards *shards, bool skips)
     fs_counters *mine = shards->blocks[shards->rank].counters;
     uint64_t order_n = (uint64_t)shards->layout->order_n;
     FS_TRY(fs_grad_finish_rounds(shards));
+    shards->skips = skips;
+    shards->finished = true;
     atomic_store_explicit(&mine->fin, shards->base + shards->rounds * order_n,
                           memory_order_release);
     fs_bell(shards->world);
@@ -495,6 +602,11 @@ fs_settle(fs_shards *shards, bool skips)
     }
     shards->fins_known = true;
     FS_TRY(fs_drain(shards));
+    if (shards->streams != NULL) {
+        FS_TRY(check_gathers(shards));
+        FS_TRY(fs_exchange_settle(shards));
+        fs_grad_close_spills(shards, false);
+    }
     if (shards->red != shards->base + most * order_n) {
         return FS_FAIL(FS_EINTERNAL, "settled at contribution %llu of %llu",
                        (unsigned long long)shards->red,

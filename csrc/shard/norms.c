@@ -65,7 +65,6 @@ fs_status
 fs_grad_replaced(fs_shards *shards, int param)
 {
     const fs_layout *layout = shards->layout;
-    const fs_exec *exec = shards->exec;
     fs_dtype dtype = shards->policy.precision.accumulate;
     FS_TRY(check_changeable(shards, param));
     if (!fs_shards_trains(shards, param)) {
@@ -77,9 +76,10 @@ fs_grad_replaced(fs_shards *shards, int param)
             continue;
         }
         const void *nothing[1] = {NULL}; /* adds nothing; norm and finiteness come anew */
-        fs_sums found = {.bad_source = -1};
+        fs_sums here = {.bad_source = -1};
+        fs_sums *found = fs_found_at(shards, s.seg, &here);
         fs_sum sum = {
-            .found = &found,
+            .found = found,
             .src = nothing,
             .src_n = 1,
             .src_dtype = dtype,
@@ -89,10 +89,11 @@ fs_grad_replaced(fs_shards *shards, int param)
             .accumulate = true,
             .n = s.seg->end - s.seg->begin,
         };
-        exec->device->sum(exec, &sum);
-        shards->sumsq[s.seg - layout->segs] = found.sumsq;
-        shards->absmax[s.seg - layout->segs] = found.absmax;
-        if (!found.finite && (shards->bad_param < 0 || shards->bad_param > param)) {
+        shards->exec->device->sum(shards->exec, &sum);
+        FS_TRY(fs_mark_wait(shards, FS_STREAM_COMPUTE, 0));
+        shards->sumsq[s.seg - layout->segs] = found->sumsq;
+        shards->absmax[s.seg - layout->segs] = found->absmax;
+        if (!found->finite && (shards->bad_param < 0 || shards->bad_param > param)) {
             shards->bad_param = param;
             shards->bad_rank = shards->rank;
         }

@@ -40,9 +40,14 @@ fs_precision_check(const fs_precision *p)
 }
 
 fs_status
-fs_policy_check(const fs_policy *policy, int size)
+fs_policy_check(const fs_policy *policy, int size, bool device)
 {
     FS_TRY(fs_precision_check(&policy->precision));
+    if (device && policy->weights == FS_WEIGHTS_SHARED) {
+        return FS_FAIL(FS_EUNSUPPORTED,
+                       "weights that all ranks read in place (gather=\"view\") lie in host memory: "
+                       "on a device they are gathered (gather=\"copy\")");
+    }
     if (policy->keep < 1 || policy->keep > size || size % policy->keep != 0) {
         return FS_FAIL(FS_EINVAL, "replicate=%d does not divide the world size %d", policy->keep,
                        size);
@@ -61,6 +66,12 @@ present_nbytes(const fs_layout *layout)
     return fs_round_up((size_t)layout->unit_params_max, FS_ARENA_ALIGN);
 }
 
+unsigned char *
+fs_slot_present(const fs_shards *shards, int rank, int slot)
+{
+    return shards->blocks[rank].present + (size_t)slot * present_nbytes(shards->layout);
+}
+
 /* Offsets of the slots in a rank's `slots`, and their total. */
 fs_status
 fs_place_slots(const fs_layout *layout, const fs_policy *policy, size_t *slot_at,
@@ -73,7 +84,6 @@ fs_place_slots(const fs_layout *layout, const fs_policy *policy, size_t *slot_at
         }
         size_t nbytes;
         FS_TRY(fs_mul_size(layout->slot_n[s], fs_dtype_nbytes(policy->precision.reduce), &nbytes));
-        FS_TRY(fs_add_size(nbytes, present_nbytes(layout), &nbytes));
         FS_TRY(fs_add_size(total, fs_round_up(nbytes, FS_ARENA_ALIGN), &total));
     }
     *out_nbytes = total;
@@ -113,7 +123,21 @@ take_staggered(fs_arena *arena, fs_mem_class memory_class, size_t nbytes, int pl
     return fs_arena_take(arena, memory_class, nbytes, out);
 }
 
-/* Everything of a rank in world memory, moments aside (the optimizer decides on those). */
+fs_status
+fs_place_words(const fs_layout *layout, bool device, fs_arena *arena, fs_block *block)
+{
+    size_t nbytes;
+    FS_TRY(fs_arena_take(arena, FS_MEM_WINDOWS, sizeof(fs_counters), &block->counters));
+    FS_TRY(fs_mul_size((size_t)layout->slots_n, present_nbytes(layout), &nbytes));
+    FS_TRY(fs_arena_take(arena, FS_MEM_GRADIENTS, nbytes, &block->present));
+    if (device) {
+        FS_TRY(fs_arena_take(arena, FS_MEM_WINDOWS, (size_t)layout->params_n, &block->brought));
+        FS_TRY(fs_arena_take(arena, FS_MEM_WINDOWS, sizeof(fs_talk), &block->talk));
+    }
+    return FS_OK;
+}
+
+/* Everything of a rank, moments aside (the optimizer decides on those). */
 fs_status
 fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_arena *arena,
                fs_block *block)
@@ -121,7 +145,6 @@ fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_ar
     const fs_precision *precision = &policy->precision;
     size_t own_n, state_n, nbytes;
     kept_sizes(layout, policy, rank, &own_n, &state_n);
-    FS_TRY(fs_arena_take(arena, FS_MEM_WINDOWS, sizeof(fs_counters), &block->counters));
     if (policy->weights == FS_WEIGHTS_SHARED) {
         own_n = 0;
     } else if (policy->weights == FS_WEIGHTS_WHOLE) {
@@ -223,9 +246,8 @@ fs_place_pool_units(const fs_layout *layout, const fs_policy *policy, fs_unit *u
     return buffers;
 }
 
-/* Private memory: the pool. buffers may be NULL while planning. */
 fs_status
-fs_place_private(const fs_layout *layout, const fs_policy *policy, fs_arena *arena,
+fs_place_pool(const fs_layout *layout, const fs_policy *policy, fs_arena *arena,
                  fs_pool_buffer *pool)
 {
     size_t *size_n = NULL;
@@ -250,25 +272,64 @@ done:
 
 fs_status
 fs_shards_plan(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank,
-               fs_ledger *plan)
+               bool device, fs_ledger *plan)
 {
-    FS_TRY(fs_policy_check(policy, layout->size));
+    FS_TRY(fs_policy_check(policy, layout->size, device));
     if (rank < 0 || rank >= layout->size) {
         return FS_FAIL(FS_EINVAL, "rank %d of a world of %d", rank, layout->size);
     }
-    fs_arena image, block, moments, private_memory;
-    fs_arena_init_counting(&image, plan, true);
-    fs_arena_init_counting(&block, plan, true);
-    fs_arena_init_counting(&moments, plan, true);
-    fs_arena_init_counting(&private_memory, plan, false);
+    fs_home arrays = device ? FS_HOME_DEVICE : FS_HOME_WORLD;
+    fs_arena image, words, block, moments, pool, pinned;
+    fs_arena_init_counting(&image, plan, FS_HOME_WORLD);
+    fs_arena_init_counting(&words, plan, FS_HOME_WORLD);
+    fs_arena_init_counting(&block, plan, arrays);
+    fs_arena_init_counting(&moments, plan, arrays);
+    fs_arena_init_counting(&pool, plan, device ? FS_HOME_DEVICE : FS_HOME_PRIVATE);
+    fs_arena_init_counting(&pinned, plan, FS_HOME_PRIVATE);
     fs_block placed = {0};
     size_t stride;
     void *ignored;
     FS_TRY(fs_place_image(layout, policy, &stride));
     FS_TRY(fs_arena_take(&image, FS_MEM_WEIGHTS, stride, &ignored));
+    FS_TRY(fs_place_words(layout, device, &words, &placed));
     FS_TRY(fs_place_block(layout, policy, rank, &block, &placed));
     FS_TRY(fs_place_moments(layout, policy, moments_n, rank, &moments, &placed));
-    return fs_place_private(layout, policy, &private_memory, NULL);
+    FS_TRY(fs_place_pool(layout, policy, &pool, NULL));
+    if (device) {
+        fs_streams streams = {0};
+        FS_TRY(fs_place_staging(layout, policy, &pool, &streams));
+        FS_TRY(fs_place_pinned(layout, rank, &pinned, &streams));
+    }
+    return FS_OK;
+}
+
+// ---- a device -----------------------------------------------------------------------------------
+
+fs_status
+fs_place_staging(const fs_layout *layout, const fs_policy *policy, fs_arena *arena,
+                 fs_streams *streams)
+{
+    const fs_extents extents = fs_extents_of(layout);
+    size_t width = fs_dtype_nbytes(policy->precision.reduce);
+    size_t peers = (size_t)layout->size - 1, nbytes;
+    FS_TRY(fs_mul_size(extents.piece_n * width, peers, &nbytes));
+    streams->piece_nbytes = extents.piece_n * width;
+    FS_TRY(fs_arena_take(arena, FS_MEM_GRADIENTS, nbytes, &streams->staging));
+    streams->absent_nbytes = peers > 0 ? extents.run_n * width : 0;
+    FS_TRY(fs_arena_take(arena, FS_MEM_GRADIENTS, streams->absent_nbytes, &streams->absent));
+    streams->transfer_n = fs_min_size(extents.param_n, FS_TRANSFER_N);
+    return fs_arena_take(arena, FS_MEM_WORKSPACE, streams->transfer_n * FS_TRANSFER_WIDTH,
+                         &streams->transfer);
+}
+
+fs_status
+fs_place_pinned(const fs_layout *layout, int rank, fs_arena *arena, fs_streams *streams)
+{
+    size_t segs_n = layout->cut_first[rank + 1] - layout->cut_first[rank];
+    streams->transfer_n = fs_min_size(fs_extents_of(layout).param_n, FS_TRANSFER_N);
+    FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE, segs_n * sizeof(fs_sums), &streams->found));
+    return fs_arena_take(arena, FS_MEM_WORKSPACE, streams->transfer_n * FS_TRANSFER_WIDTH,
+                         &streams->landing);
 }
 
 // ---- addresses ----------------------------------------------------------------------------------
@@ -304,5 +365,5 @@ fs_own_at(const fs_shards *shards, int rank, const fs_seg *seg)
 unsigned char *
 fs_slot_data(const fs_shards *shards, int rank, int slot)
 {
-    return fs_slot_present(shards, rank, slot) + present_nbytes(shards->layout);
+    return shards->blocks[rank].slots + shards->slot_at[slot];
 }

@@ -182,11 +182,11 @@ typedef enum fs_array {
     FS_ARRAY_COUNT
 } fs_array;
 
-/* Adds to plan what fs_shards_open (with moments_n moment arrays) will charge to rank's ledger.
- * Needs no world. */
+/* Adds to plan what fs_shards_open (with moments_n moment arrays) will charge to rank's ledger, on
+ * a device or on the CPU. Needs no world. */
 FS_NODISCARD fs_status
 fs_shards_plan(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank,
-               fs_ledger *plan);
+               bool device, fs_ledger *plan);
 
 /* Collective: layout hash and policy are compared first. Takes ownership of layout, on failure too.
  * Everything is zero. */
@@ -210,11 +210,17 @@ fs_world *fs_shards_world(const fs_shards *shards);
 /* Makes the unit's compute copy readable and returns it (unit buffer of precision.param elements,
  * parameter p at layout->params[p].offset_n). Nested gathers of one unit count. Same contract as a
  * collective: every rank gathers the same units in the same order. Fails with FS_ESTATE when the
- * pool is full, naming the units that hold it. */
+ * pool is full, naming the units that hold it. On a device: valid for what the compute stream is
+ * given from now on, until the release; the host waits for nothing. */
 FS_NODISCARD fs_status
 fs_unit_gather(fs_shards *shards, int unit, const void **out);
 FS_NODISCARD fs_status
 fs_unit_release(fs_shards *shards, int unit);
+
+/* On a device: begins to gather a unit that is asked for soon, where a buffer is free, and makes
+ * nobody wait. Every rank does the same. Elsewhere nothing. */
+FS_NODISCARD fs_status
+fs_unit_prefetch(fs_shards *shards, int unit);
 
 /* Gathers of a unit that were not yet released. */
 int fs_unit_gathers(const fs_shards *shards, int unit);
@@ -234,12 +240,17 @@ FS_NODISCARD fs_status
 fs_store(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, const void *src,
          fs_dtype src_dtype);
 
-/* Outside reads: on the node world never a collective, between steps. FS_WEIGHT is the compute
- * copy, FS_MASTER the fp32 master where there is one (split or not), else the compute copy widened.
- * FS_GRAD is the summed gradient, unscaled. */
+/* Outside reads, between steps: on the CPU never a collective. On a device every rank makes the
+ * same call (compared), unless each has all of the array: whole weights, or all cuts kept.
+ * FS_WEIGHT is the compute copy, FS_MASTER the fp32 master where there is one (split or not), else
+ * the compute copy widened. FS_GRAD is the summed gradient, unscaled. */
 FS_NODISCARD fs_status
 fs_load(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, void *dst,
         fs_dtype dst_dtype);
+/* The same of elements that this rank keeps (FS_EINVAL if it does not), and never a collective. */
+FS_NODISCARD fs_status
+fs_load_kept(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, void *dst,
+             fs_dtype dst_dtype);
 
 /* Does rank r of the layout speak for element ranges of param? The begin and end of the parameter
  * in cut r (equal when none). */

@@ -5,23 +5,52 @@
 
 // ---- open ---------------------------------------------------------------------------------------
 
-/* Bytes of the largest block of any rank: the stride of the region. */
+/* Bytes of the largest block of any rank: the stride of the region. moments_n < 0: of the words,
+ * and on the CPU of the arrays behind them. */
 static fs_status
-largest_block(const fs_layout *layout, const fs_policy *policy, int moments_n, size_t *out)
+largest_block(const fs_layout *layout, const fs_policy *policy, int moments_n, bool device,
+              size_t *out)
 {
     *out = 0;
     for (int r = 0; r < layout->size; r++) {
         fs_arena counting;
         fs_block block = {0};
-        fs_arena_init_counting(&counting, NULL, true);
-        if (moments_n < 0) {
-            FS_TRY(fs_place_block(layout, policy, r, &counting, &block));
-        } else {
+        fs_arena_init_counting(&counting, NULL, FS_HOME_WORLD);
+        if (moments_n >= 0) {
             FS_TRY(fs_place_moments(layout, policy, moments_n, r, &counting, &block));
+        } else {
+            FS_TRY(fs_place_words(layout, device, &counting, &block));
+            if (!device) {
+                FS_TRY(fs_place_block(layout, policy, r, &counting, &block));
+            }
         }
         *out = fs_max_size(*out, counting.used);
     }
     return FS_OK;
+}
+
+/* A device's arrays, in memory of its own. */
+static fs_status
+open_device_memory(fs_shards *shards)
+{
+    const fs_layout *layout = shards->layout;
+    const fs_policy *policy = &shards->policy;
+    fs_streams *streams = shards->streams;
+    fs_arena *arena = &shards->arrays_arena;
+    for (int pass = 0; pass < 2; pass++) {
+        if (pass == 0) {
+            fs_arena_init_counting(arena, NULL, FS_HOME_DEVICE);
+        } else {
+            streams->memory_nbytes = arena->used;
+            FS_TRY(fs_streams_take(shards, "shards", arena->used, &streams->memory));
+            fs_arena_init_over(arena, fs_world_ledger(shards->world), FS_HOME_DEVICE,
+                               streams->memory, streams->memory_nbytes);
+        }
+        FS_TRY(fs_place_block(layout, policy, shards->rank, arena, &shards->blocks[shards->rank]));
+        FS_TRY(fs_place_pool(layout, policy, arena, shards->pool));
+        FS_TRY(fs_place_staging(layout, policy, arena, streams));
+    }
+    return fs_streams_open(shards);
 }
 
 static fs_status
@@ -30,33 +59,40 @@ open_memory(fs_shards *shards)
     const fs_layout *layout = shards->layout;
     const fs_policy *policy = &shards->policy;
     fs_ledger *ledger = fs_world_ledger(shards->world);
+    bool device = shards->streams != NULL;
     size_t stride;
     FS_TRY(fs_place_image(layout, policy, &stride));
     if (policy->weights == FS_WEIGHTS_SHARED) {
         FS_TRY(fs_region_open(shards->world, "shared weights", stride, &shards->image_region));
-        fs_arena_init_over(&shards->image_arena, ledger,
+        fs_arena_init_over(&shards->image_arena, ledger, FS_HOME_WORLD,
                            fs_region_block(shards->image_region, shards->rank),
                            fs_region_stride(shards->image_region));
         void *mine;
         FS_TRY(fs_arena_take(&shards->image_arena, FS_MEM_WEIGHTS, stride, &mine));
         shards->image = fs_region_block(shards->image_region, 0);
     }
-    FS_TRY(largest_block(layout, policy, -1, &stride));
+    FS_TRY(largest_block(layout, policy, -1, device, &stride));
     FS_TRY(fs_region_open(shards->world, "shards", stride, &shards->block_region));
     for (int r = 0; r < shards->size; r++) {
         fs_arena peer;
         fs_arena *arena = r == shards->rank ? &shards->block_arena : &peer;
-        fs_arena_init_over(arena, r == shards->rank ? ledger : NULL,
+        fs_arena_init_over(arena, r == shards->rank ? ledger : NULL, FS_HOME_WORLD,
                            fs_region_block(shards->block_region, r),
                            fs_region_stride(shards->block_region));
-        FS_TRY(fs_place_block(layout, policy, r, arena, &shards->blocks[r]));
+        FS_TRY(fs_place_words(layout, device, arena, &shards->blocks[r]));
+        if (!device) {
+            FS_TRY(fs_place_block(layout, policy, r, arena, &shards->blocks[r]));
+        }
+    }
+    if (device) {
+        return open_device_memory(shards);
     }
     fs_arena counting;
-    fs_arena_init_counting(&counting, NULL, false);
-    FS_TRY(fs_place_private(layout, policy, &counting, NULL));
-    FS_TRY(fs_arena_open(&shards->private_arena, ledger, counting.used));
+    fs_arena_init_counting(&counting, NULL, FS_HOME_PRIVATE);
+    FS_TRY(fs_place_pool(layout, policy, &counting, NULL));
+    FS_TRY(fs_arena_open(&shards->pool_arena, ledger, counting.used));
     if (counting.used > 0) {
-        FS_TRY(fs_place_private(layout, policy, &shards->private_arena, shards->pool));
+        FS_TRY(fs_place_pool(layout, policy, &shards->pool_arena, shards->pool));
     }
     return FS_OK;
 }
@@ -65,6 +101,15 @@ static fs_status
 open_lists(fs_shards *shards)
 {
     const fs_layout *layout = shards->layout;
+    const fs_runtime *runtime = shards->exec->device->runtime;
+    if (runtime != NULL) {
+        FS_TRY(fs_calloc(1, sizeof *shards->streams, &shards->streams));
+        shards->streams->runtime = runtime;
+        for (int s = 0; s < FS_STREAMS_N; s++) {
+            shards->streams->exec[s] = *shards->exec;
+            shards->streams->exec[s].stream = (fs_stream_id)s;
+        }
+    }
     FS_TRY(fs_calloc((size_t)shards->size, sizeof *shards->blocks, &shards->blocks));
     FS_TRY(fs_calloc((size_t)layout->units_n, sizeof *shards->units, &shards->units));
     shards->pool_n = fs_place_pool_units(layout, &shards->policy, shards->units, NULL);
@@ -93,7 +138,7 @@ open_lists(fs_shards *shards)
 
 /* Everything about the policy that must be equal on all ranks, as one number. */
 static uint64_t
-hash_policy(const fs_policy *policy)
+hash_policy(const fs_policy *policy, bool device)
 {
     const fs_precision *p = &policy->precision;
     uint64_t hash = (uint64_t)policy->keep;
@@ -106,7 +151,8 @@ hash_policy(const fs_policy *policy)
                               (uint64_t)p->master,
                               (uint64_t)p->moments,
                               p->stochastic,
-                              p->seed};
+                              p->seed,
+                              device};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         hash = hash * UINT64_C(0x100000001b3) + parts[i];
     }
@@ -155,9 +201,10 @@ fs_shards_open(fs_world *world, fs_layout *layout, const fs_policy *policy, fs_s
 {
     fs_shards *shards = NULL;
     fs_payload *records = NULL;
+    bool device = fs_world_exec(world)->device->runtime != NULL;
     const fs_what what = {.op = FS_OP_OPEN, .dtype = (int32_t)policy->precision.param, .root = -1,
-                          .nbytes = hash_policy(policy), .tag = layout->hash};
-    fs_status st = fs_policy_check(policy, layout->size);
+                          .nbytes = hash_policy(policy, device), .tag = layout->hash};
+    fs_status st = fs_policy_check(policy, layout->size, device);
     if (st == FS_OK && layout->size != fs_world_size(world)) {
         st = FS_FAIL(FS_EINVAL, "a layout of %d cuts in a world of %d", layout->size,
                      fs_world_size(world));
@@ -180,8 +227,12 @@ fs_shards_open(fs_world *world, fs_layout *layout, const fs_policy *policy, fs_s
                               memory_order_release);
         st = fs_world_add_idle(world, fs_drain, shards);
     }
+    if (st == FS_OK && device) {
+        st = fs_world_add_over(world, fs_streams_abort, shards);
+    }
     /* Also the fence before which nobody may read a peer's counters. */
     FS_TRY_GOTO(agree_on(world, &what, st, shards->records), st, fail);
+    FS_TRY_GOTO(fs_streams_connect(shards), st, fail);
     *out = shards;
     return FS_OK;
 fail:
@@ -193,6 +244,38 @@ fail:
     }
     fs_shards_close(shards);
     return st;
+}
+
+static fs_status
+open_device_moments(fs_shards *shards, int moments_n)
+{
+    fs_streams *streams = shards->streams;
+    fs_arena *arena = &shards->moments_arena;
+    fs_block *block = &shards->blocks[shards->rank];
+    fs_arena_init_counting(arena, NULL, FS_HOME_DEVICE);
+    FS_TRY(fs_place_moments(shards->layout, &shards->policy, moments_n, shards->rank, arena,
+                            block));
+    size_t nbytes = arena->used;
+    FS_TRY(fs_streams_take(shards, "moments", nbytes, &streams->moments_memory));
+    streams->moments_nbytes = nbytes;
+    if (nbytes == 0) {
+        return FS_OK;
+    }
+    fs_arena_init_over(arena, fs_world_ledger(shards->world), FS_HOME_DEVICE,
+                       streams->moments_memory, nbytes);
+    return fs_place_moments(shards->layout, &shards->policy, moments_n, shards->rank, arena,
+                            block);
+}
+
+static void
+close_device_moments(fs_shards *shards)
+{
+    fs_streams *streams = shards->streams;
+    fs_arena_close(&shards->moments_arena);
+    streams->runtime->memory_close(shards->exec->context, streams->moments_memory,
+                                   streams->moments_nbytes);
+    streams->moments_memory = NULL;
+    streams->moments_nbytes = 0;
 }
 
 fs_status
@@ -210,14 +293,27 @@ fs_shards_open_moments(fs_shards *shards, int moments_n)
                        "these shards already have an optimizer with %d moments; close them first",
                        shards->moments_n);
     }
+    if (shards->streams != NULL) {
+        const fs_what what = {
+            .op = FS_OP_OPEN, .dtype = -1, .root = -1, .nbytes = (uint64_t)moments_n};
+        fs_status st = open_device_moments(shards, moments_n);
+        st = agree_on(shards->world, &what, st, shards->records);
+        if (st != FS_OK) {
+            close_device_moments(shards);
+            return st;
+        }
+        shards->moments_n = moments_n;
+        shards->moments_open = true;
+        return FS_OK;
+    }
     size_t stride;
-    FS_TRY(largest_block(shards->layout, &shards->policy, moments_n, &stride));
+    FS_TRY(largest_block(shards->layout, &shards->policy, moments_n, false, &stride));
     FS_TRY(fs_region_open(shards->world, "moments", stride, &shards->moments_region));
     for (int r = 0; r < shards->size; r++) {
         fs_arena peer;
         bool mine = r == shards->rank;
         fs_arena *arena = mine ? &shards->moments_arena : &peer;
-        fs_arena_init_over(arena, mine ? fs_world_ledger(shards->world) : NULL,
+        fs_arena_init_over(arena, mine ? fs_world_ledger(shards->world) : NULL, FS_HOME_WORLD,
                            fs_region_block(shards->moments_region, r),
                            fs_region_stride(shards->moments_region));
         FS_TRY(fs_place_moments(shards->layout, &shards->policy, moments_n, r, arena,
@@ -241,14 +337,14 @@ fs_shards_close(fs_shards *shards)
         return;
     }
     fs_world_remove_idle(shards->world, fs_drain, shards);
-    for (int u = 0; shards->units != NULL && u < shards->layout->units_n; u++) {
-        fs_free(shards->units[u].spill);
-        fs_free(shards->units[u].spill_present);
-    }
+    fs_world_remove_over(shards->world, fs_streams_abort, shards);
+    fs_streams_close(shards);
+    fs_grad_close_spills(shards, true);
     fs_arena_close(&shards->image_arena);
     fs_arena_close(&shards->block_arena);
     fs_arena_close(&shards->moments_arena);
-    fs_arena_close(&shards->private_arena);
+    fs_arena_close(&shards->pool_arena);
+    fs_arena_close(&shards->arrays_arena);
     fs_region_close(shards->image_region);
     fs_region_close(shards->block_region);
     fs_region_close(shards->moments_region);

@@ -1,10 +1,12 @@
-/* What shards.c, weights.c, grads.c and step.c share. Nobody else includes this. */
+/* What the files of shard/ share. Nobody else includes this. */
 #ifndef FS_SHARD_SHARDS_INTERNAL_H
 #define FS_SHARD_SHARDS_INTERNAL_H
 
 #include "shard.h"
 
 #include <stdatomic.h>
+
+#include "streams.h"
 
 /* A rank's progress through the contributions of all rounds of all steps, numbered without gaps:
  * contribution k is unit order[(k - base) % order_n] on every rank. In world memory, one cache line
@@ -16,10 +18,14 @@ typedef struct fs_counters {
         64) _Atomic uint64_t fin; /* from this on the rank counts as absent; UINT64_MAX: not yet */
 } fs_counters;
 
-/* Where a rank's arrays are, in its block of world memory. Found for every rank by the same placing
- * function, so that peers need no pointer tables. */
+/* Where a rank's words and arrays are. Words lie in its block of world memory, found for every rank
+ * by the same placing function, so that peers need no pointer tables. Arrays follow them there; on
+ * a device they lie in its memory, and are NULL for peers. */
 typedef struct fs_block {
     fs_counters *counters;
+    unsigned char *present; /* flags of each gradient slot, see fs_slot_present */
+    unsigned char *brought; /* device: [params_n] the rank had a gradient in this step */
+    fs_talk *talk;          /* device */
     unsigned char *own;    /* weights: the packed kept cuts, or the whole image; NULL in view */
     unsigned char *slots;  /* gradient slots, see fs_slot_* */
     unsigned char *acc;    /* summed gradients of the kept cuts, packed */
@@ -33,6 +39,8 @@ typedef struct fs_pool_buffer {
     unsigned char *data;
     int unit;       /* whose weights it holds, -1: none yet */
     uint64_t epoch; /* of those weights */
+    bool ahead;     /* gathered ahead, and not asked for yet */
+    fs_mark *filled, *read; /* device: gathered; read by the last that held it */
 } fs_pool_buffer;
 
 /* A unit at run time. */
@@ -59,10 +67,13 @@ struct fs_shards {
     int moments_n;
     bool moments_open;
 
+    fs_streams *streams; /* NULL on the CPU */
+
     fs_region *image_region; /* FS_WEIGHTS_SHARED */
     fs_region *block_region;
-    fs_region *moments_region;
-    fs_arena image_arena, block_arena, moments_arena, private_arena;
+    fs_region *moments_region; /* CPU */
+    fs_arena image_arena, block_arena, moments_arena, pool_arena;
+    fs_arena arrays_arena; /* device: what stands in the block on the CPU */
     unsigned char *image; /* FS_WEIGHTS_SHARED: all unit buffers end to end */
     fs_block *blocks;     /* [size] */
     fs_pool_buffer *pool;
@@ -77,7 +88,7 @@ struct fs_shards {
 
     uint64_t base;    /* first contribution of this step */
     uint64_t rounds;  /* published by this rank in this step */
-    uint64_t red;     /* this rank's counters->red */
+    uint64_t red;     /* this rank's counters->red; on a device: contributions put into its queue */
     bool fins_known; /* settled: every rank's last contribution is in fins, its counter may be reset
                       */
     uint64_t *fins;   /* [size] */
@@ -94,6 +105,8 @@ struct fs_shards {
 
     double loss_scale; /* 0: none */
     double prescale;   /* 0: none */
+    bool finished; /* this rank's rounds of the step are all published */
+    bool skips;    /* its batch failed */
     bool settled, agreed;
     bool skipping; /* settled, and some rank asked for a skip */
     double agreed_max_norm;
@@ -107,13 +120,17 @@ struct fs_shards {
 
 /* FS_EINVAL or FS_EUNSUPPORTED names what does not go together. */
 FS_NODISCARD fs_status
-fs_policy_check(const fs_policy *policy, int size);
+fs_policy_check(const fs_policy *policy, int size, bool device);
 
 /* Offsets of the slots in a block's slots (slot_at may be NULL), and their total. */
 FS_NODISCARD fs_status fs_place_slots(const fs_layout *layout, const fs_policy *policy,
                                       size_t *slot_at, size_t *out_nbytes);
 
-/* Everything of a rank in world memory, moments aside. */
+/* What ranks say of themselves, in world memory. */
+FS_NODISCARD fs_status
+fs_place_words(const fs_layout *layout, bool device, fs_arena *arena, fs_block *block);
+
+/* A rank's arrays, moments aside. */
 FS_NODISCARD fs_status fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank,
                                       fs_arena *arena, fs_block *block);
 FS_NODISCARD fs_status fs_place_moments(const fs_layout *layout, const fs_policy *policy,
@@ -128,9 +145,15 @@ fs_place_image(const fs_layout *layout, const fs_policy *policy, size_t *out);
 int fs_place_pool_units(const fs_layout *layout, const fs_policy *policy, fs_unit *units,
                         size_t *size_n);
 
-/* Private memory: the pool. pool may be NULL while counting. */
-FS_NODISCARD fs_status fs_place_private(const fs_layout *layout, const fs_policy *policy,
-                                        fs_arena *arena, fs_pool_buffer *pool);
+/* pool may be NULL while counting. */
+FS_NODISCARD fs_status fs_place_pool(const fs_layout *layout, const fs_policy *policy,
+                                     fs_arena *arena, fs_pool_buffer *pool);
+
+/* What the streams need: in device memory, and in pinned memory. */
+FS_NODISCARD fs_status fs_place_staging(const fs_layout *layout, const fs_policy *policy,
+                                        fs_arena *arena, fs_streams *streams);
+FS_NODISCARD fs_status fs_place_pinned(const fs_layout *layout, int rank, fs_arena *arena,
+                                       fs_streams *streams);
 
 /* Bytes of one element of the compute copy. */
 static inline size_t
@@ -166,26 +189,53 @@ fs_writes_weight(const fs_shards *shards, int cut)
                                                        : fs_keeps(shards, cut);
 }
 
-/* Flags of unit_params_max parameters, then the gradients, of a rank's slot. */
-static inline unsigned char *
-fs_slot_present(const fs_shards *shards, int rank, int slot)
-{
-    return shards->blocks[rank].slots + shards->slot_at[slot];
-}
-
+/* Flags of unit_params_max parameters of a rank's slot; the gradients (this rank's on a device). */
+unsigned char *fs_slot_present(const fs_shards *shards, int rank, int slot);
 unsigned char *fs_slot_data(const fs_shards *shards, int rank, int slot);
 
 /* After weights moved: brings whole copies up to date and meets. */
 FS_NODISCARD fs_status
 fs_publish(fs_shards *shards, fs_op op);
 
-/* Sums what every rank has published; never waits. The idle hook of the world. */
+/* See weights.c. */
+const void *fs_bring(fs_shards *shards, const void *src, size_t nbytes);
+void fs_brought(fs_shards *shards);
+size_t fs_bring_n(const fs_shards *shards, size_t n);
+
+/* A device's: what this rank's compute stream is given from now on may write weights. */
+void fs_gather_let_write(fs_shards *shards);
+
+/* A device's: takes part in the gathers that peers made and this rank, whose batch failed, did not,
+ * as far as they have come. */
+FS_NODISCARD fs_status
+fs_gather_follow(fs_shards *shards);
+
+/* A device's: puts contribution k into the queue of the reduce stream: exchanged and summed there.
+ * came: it lies in this rank's slot; else the rank has none. */
+FS_NODISCARD fs_status
+fs_exchange(fs_shards *shards, uint64_t k, bool came);
+
+/* Where a sum of this segment of the cut that this rank speaks for tells what it finds: here, or
+ * on a device where that can write. */
+fs_sums *fs_found_at(const fs_shards *shards, const fs_seg *seg, fs_sums *here);
+
+/* A device's: waits until all that was put there is summed, and takes over what the sums found. */
+FS_NODISCARD fs_status
+fs_exchange_settle(fs_shards *shards);
+
+/* Sums what every rank has published; never waits. The idle hook of the world. On a device: takes
+ * part in what peers publish after this rank's last round. */
 FS_NODISCARD fs_status
 fs_drain(void *shards);
 
 /* Publishes what is left of the current micro-batch and of kept ones; end of this rank's step. */
 FS_NODISCARD fs_status
 fs_grad_finish_rounds(fs_shards *shards);
+
+size_t fs_unit_grad_nbytes(const fs_shards *shards, int unit);
+
+/* Gives back what was held out of turn: all of it, or what is empty again. */
+void fs_grad_close_spills(fs_shards *shards, bool all);
 
 /* Forgets gradients, counts and verdict; everyone has summed everything. */
 void fs_grad_reset(fs_shards *shards);

@@ -165,6 +165,9 @@ fs_step_begin_next(fs_shards *shards)
     shards->fins_known = false;
     atomic_store_explicit(&shards->blocks[shards->rank].counters->pub, shards->base,
                           memory_order_release);
+    if (shards->streams != NULL) {
+        memset(shards->blocks[shards->rank].brought, 0, (size_t)shards->layout->params_n);
+    }
 }
 
 static const char *const norm_names[FS_NORM_COUNT] = {
@@ -283,6 +286,7 @@ update_and_publish(fs_shards *shards, const fs_hyper *hyper)
 {
     const fs_policy *policy = &shards->policy;
     int end = shards->keep_first + policy->keep;
+    fs_gather_let_write(shards);
     for (int c = shards->keep_first; c < end; c++) {
         if (c != shards->rank) {
             update_cut(shards, c, hyper);
@@ -296,6 +300,9 @@ update_and_publish(fs_shards *shards, const fs_hyper *hyper)
         FS_TRY(fs_meet(shards->world, &what, NULL, NULL, FS_NOSIG));
     }
     update_cut(shards, shards->rank, hyper);
+    if (shards->streams != NULL) {
+        fs_mark_set(shards, FS_STREAM_COMPUTE, shards->streams->sums);
+    }
     return fs_publish(shards, FS_OP_PUBLISH);
 }
 
@@ -309,6 +316,7 @@ fs_step_finish(fs_shards *shards, const fs_hyper *hyper)
     if (shards->verdict.applied) {
         shards->in_step = true;
         FS_TRY(update_and_publish(shards, hyper));
+        FS_TRY(fs_streams_check(shards));
         shards->in_step = false;
     }
     fs_grad_reset(shards);

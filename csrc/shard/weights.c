@@ -1,190 +1,40 @@
-/* Weights: gather and release, the outside writer (store) and the outside reader (load). */
+/* Weights: the outside writer (store) and the outside reader (load). */
 #include "shards_internal.h"
 
-#include <stdio.h>
 #include <string.h>
 
 #include "../base/checked.h"
 
-// ---- gather -------------------------------------------------------------------------------------
+// ---- between host and device --------------------------------------------------------------------
 
-/* The pool's contract is a collective's (on GPUs it is one): what every rank gathered in a step is
- * compared at the step's fence. */
-static void
-remember_gather(fs_shards *shards, int unit)
+/* Elements of host memory where an operation of the compute stream can read them: as they are on
+ * the CPU, through the transfer buffer (at most transfer_n at once) on a device. src is read
+ * before this returns. */
+const void *
+fs_bring(fs_shards *shards, const void *src, size_t nbytes)
 {
-    shards->gather_hash = (shards->gather_hash ^ (uint64_t)(unit + 1)) * UINT64_C(0x100000001b3);
-}
-
-static fs_status
-pool_is_full(const fs_shards *shards, int unit)
-{
-    char holders[256] = "";
-    size_t used = 0;
-    for (int u = 0; u < shards->layout->units_n && used < sizeof holders; u++) {
-        if (shards->units[u].gathers > 0) {
-            int n = snprintf(holders + used, sizeof holders - used, "%s%s", used > 0 ? ", " : "",
-                             shards->layout->units[u].name);
-            used += n > 0 ? (size_t)n : 0;
-        }
+    fs_streams *streams = shards->streams;
+    if (streams == NULL) {
+        return src;
     }
-    return FS_FAIL(FS_ESTATE,
-                   "rank %d: no buffer to gather unit %s: held by %s; release one first, or use "
-                   "reshard_after_forward=False or gather=\"view\"",
-                   shards->rank, shards->layout->units[unit].name, holders);
+    streams->runtime->copy(shards->exec, streams->transfer, src, nbytes);
+    return streams->transfer;
 }
 
-/* Copies every owner's part of unit into buffer; neighbours in both places go in one copy. */
-static void
-pull_unit(fs_shards *shards, int unit, unsigned char *buffer)
+/* The operations that read what was brought have been given. */
+void
+fs_brought(fs_shards *shards)
 {
-    const fs_exec *exec = shards->exec;
-    size_t nbytes = fs_param_nbytes(shards);
-    for (int c = 0; c < shards->size; c++) {
-        fs_seg_range s = fs_segs(shards->layout, c, unit);
-        while (s.seg < s.end) {
-            const fs_seg *first = s.seg;
-            size_t n = first->end - first->begin;
-            for (s.seg++; s.seg < s.end && s.seg->at_n - first->at_n == s.seg->own_n - first->own_n;
-                 s.seg++) {
-                n = s.seg->at_n - first->at_n + (s.seg->end - s.seg->begin);
-            }
-            exec->device->copy(exec, buffer + first->at_n * nbytes, fs_own_at(shards, c, first),
-                               n * nbytes);
-            fs_log_add(shards->world, n * nbytes);
-        }
+    if (shards->streams != NULL) {
+        fs_mark_set(shards, FS_STREAM_COMPUTE, shards->streams->brought);
     }
 }
 
-static fs_status
-gather_into_pool(fs_shards *shards, int u)
+/* How many of n elements go at once. */
+size_t
+fs_bring_n(const fs_shards *shards, size_t n)
 {
-    fs_unit *unit = &shards->units[u];
-    int chosen = -1;
-    if (shards->policy.pool_units == FS_NO_POOL) {
-        return FS_FAIL(FS_ESTATE, "rank %d: unit %s: whoever opened these shards gathers by itself",
-                       shards->rank, shards->layout->units[u].name);
-    }
-    for (int b = unit->pool_first; b < unit->pool_end; b++) {
-        const fs_pool_buffer *buffer = &shards->pool[b];
-        bool busy = buffer->unit >= 0 && buffer->unit != u && shards->units[buffer->unit].pool == b;
-        if (buffer->unit == u) {
-            chosen = b; /* perhaps still valid */
-            break;
-        }
-        if (!busy && chosen < 0) {
-            chosen = b;
-        }
-    }
-    if (chosen < 0) {
-        return pool_is_full(shards, u);
-    }
-    fs_pool_buffer *buffer = &shards->pool[chosen];
-    remember_gather(shards, u);
-    if (buffer->unit != u || buffer->epoch != shards->weights_epoch) {
-        fs_log_begin(shards->world, FS_OP_GATHER, unit->log_unit, 0);
-        pull_unit(shards, u, buffer->data);
-        fs_log_end(shards->world);
-        buffer->unit = u;
-        buffer->epoch = shards->weights_epoch;
-    }
-    unit->pool = chosen;
-    return FS_OK;
-}
-
-fs_status
-fs_unit_gather(fs_shards *shards, int u, const void **out)
-{
-    fs_unit *unit = &shards->units[u];
-    const fs_layout *layout = shards->layout;
-    size_t at = layout->units[u].at_n * fs_param_nbytes(shards);
-    FS_TRY(fs_shards_ready(shards));
-    if (shards->policy.weights == FS_WEIGHTS_SHARD && unit->gathers == 0) {
-        fs_world_note_op(shards->world, FS_OP_GATHER, layout->units[u].name);
-        FS_TRY(gather_into_pool(shards, u));
-    }
-    unit->gathers++;
-    switch (shards->policy.weights) {
-    case FS_WEIGHTS_SHARED:
-        *out = shards->image + at;
-        break;
-    case FS_WEIGHTS_WHOLE:
-        *out = shards->blocks[shards->rank].own + at;
-        break;
-    case FS_WEIGHTS_SHARD:
-        *out = shards->pool[unit->pool].data;
-        break;
-    }
-    return FS_OK;
-}
-
-fs_status
-fs_unit_release(fs_shards *shards, int u)
-{
-    fs_unit *unit = &shards->units[u];
-    if (unit->gathers == 0) {
-        return FS_FAIL(FS_ESTATE, "rank %d: unit %s is released but not gathered", shards->rank,
-                       shards->layout->units[u].name);
-    }
-    if (--unit->gathers == 0) {
-        unit->pool = -1;
-    }
-    return FS_OK;
-}
-
-int
-fs_unit_gathers(const fs_shards *shards, int u)
-{
-    return shards->units[u].gathers;
-}
-
-fs_region *
-fs_unit_region(const fs_shards *shards)
-{
-    switch (shards->policy.weights) {
-    case FS_WEIGHTS_SHARED:
-        return shards->image_region;
-    case FS_WEIGHTS_WHOLE:
-        return shards->block_region;
-    case FS_WEIGHTS_SHARD:
-        break;
-    }
-    return NULL;
-}
-
-// ---- publish ------------------------------------------------------------------------------------
-
-/* Whole copies: takes the cuts that others write from the rank that speaks for them. */
-static void
-pull_whole(fs_shards *shards)
-{
-    const fs_exec *exec = shards->exec;
-    size_t nbytes = fs_param_nbytes(shards);
-    for (int c = 0; c < shards->size; c++) {
-        if (fs_keeps(shards, c)) {
-            continue;
-        }
-        for (fs_seg_range s = fs_segs(shards->layout, c, -1); s.seg < s.end; s.seg++) {
-            exec->device->copy(exec, fs_own_at(shards, shards->rank, s.seg),
-                               fs_own_at(shards, c, s.seg), (s.seg->end - s.seg->begin) * nbytes);
-            fs_log_add(shards->world, (s.seg->end - s.seg->begin) * nbytes);
-        }
-    }
-}
-
-fs_status
-fs_publish(fs_shards *shards, fs_op op)
-{
-    const fs_what what = {.op = op, .dtype = -1, .root = -1};
-    FS_TRY(fs_meet(shards->world, &what, NULL, NULL, FS_NOSIG));
-    /* Owners write next after the next write fence, which this rank reaches only after pulling. */
-    if (shards->policy.weights == FS_WEIGHTS_WHOLE) {
-        fs_log_begin(shards->world, FS_OP_GATHER, 0, 0);
-        pull_whole(shards);
-        fs_log_end(shards->world);
-    }
-    shards->weights_epoch++;
-    return FS_OK;
+    return shards->streams == NULL ? n : fs_min_size(n, shards->streams->transfer_n);
 }
 
 // ---- store --------------------------------------------------------------------------------------
@@ -199,13 +49,16 @@ fs_store_begin(fs_shards *shards)
                        shards->rank);
     }
     const fs_what what = {.op = FS_OP_STORE, .dtype = -1, .root = -1};
-    return fs_meet(shards->world, &what, NULL, NULL, 0);
+    FS_TRY(fs_meet(shards->world, &what, NULL, NULL, 0));
+    fs_gather_let_write(shards);
+    return FS_OK;
 }
 
 fs_status
 fs_store_end(fs_shards *shards)
 {
-    return fs_publish(shards, FS_OP_STORE);
+    FS_TRY(fs_publish(shards, FS_OP_STORE));
+    return fs_streams_check(shards);
 }
 
 static fs_status
@@ -307,84 +160,226 @@ find_overlap(const fs_layout *layout, int param, int cut, size_t begin, size_t e
     return false;
 }
 
+/* Writes n elements of a kept cut; from: on a device, device memory. */
+static void
+store_part(fs_shards *shards, fs_array array, const fs_seg *seg, const void *from,
+           fs_dtype src_dtype)
+{
+    const fs_exec *exec = shards->exec;
+    const fs_block *block = &shards->blocks[shards->rank];
+    size_t n = seg->end - seg->begin;
+    fs_dtype dtype = FS_F32;
+    unsigned char *to;
+    if (array != FS_WEIGHT && array != FS_MASTER) {
+        to = state_array(shards, shards->rank, array, seg, &dtype);
+        exec->device->convert(exec, to, dtype, from, src_dtype, n);
+        return;
+    }
+    if (is_split(shards, seg)) {
+        uint16_t *half = (uint16_t *)(void *)fs_own_at(shards, shards->rank, seg);
+        uint16_t *rest = block->remainder + fs_state_at(shards, seg);
+        exec->device->split(exec, fs_writes_weight(shards, seg->cut) ? half : NULL, rest, from,
+                            src_dtype, n);
+        return;
+    }
+    const void *value = from;
+    fs_dtype value_dtype = src_dtype;
+    if (block->master != NULL && seg->pos_n != FS_FROZEN) {
+        to = state_array(shards, shards->rank, FS_MASTER, seg, &dtype);
+        exec->device->convert(exec, to, dtype, from, src_dtype, n);
+        value = to; /* the compute copy is always the rounded master */
+        value_dtype = dtype;
+    }
+    if (fs_writes_weight(shards, seg->cut)) {
+        to = state_array(shards, shards->rank, FS_WEIGHT, seg, &dtype);
+        exec->device->convert(exec, to, dtype, value, value_dtype, n);
+    }
+}
+
 fs_status
 fs_store(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, const void *src,
          fs_dtype src_dtype)
 {
-    const fs_exec *exec = shards->exec;
+    size_t width = fs_dtype_nbytes(src_dtype), n;
     FS_TRY(check_range(shards, param, array, begin, end));
-    bool weights = array == FS_WEIGHT || array == FS_MASTER;
     for (int c = shards->keep_first; c < shards->keep_first + shards->policy.keep; c++) {
         overlap part;
-        if (!find_overlap(shards->layout, param, c, begin, end, &part)) {
-            continue;
+        for (size_t at = begin; find_overlap(shards->layout, param, c, at, end, &part); at += n) {
+            at += part.skip;
+            n = fs_bring_n(shards, part.seg.end - part.seg.begin);
+            part.seg.end = part.seg.begin + n;
+            const void *from = fs_bring(
+                shards, (const unsigned char *)src + (at - begin) * width, n * width);
+            store_part(shards, array, &part.seg, from, src_dtype);
         }
-        size_t n = part.seg.end - part.seg.begin;
-        const unsigned char *from =
-            (const unsigned char *)src + part.skip * fs_dtype_nbytes(src_dtype);
-        fs_dtype dtype;
-        unsigned char *to;
-        if (!weights) {
-            to = state_array(shards, shards->rank, array, &part.seg, &dtype);
-            exec->device->convert(exec, to, dtype, from, src_dtype, n);
-            continue;
-        }
-        if (is_split(shards, &part.seg)) {
-            uint16_t *half = (uint16_t *)(void *)fs_own_at(shards, shards->rank, &part.seg);
-            uint16_t *rest = shards->blocks[shards->rank].remainder;
-            rest += fs_state_at(shards, &part.seg);
-            exec->device->split(exec, fs_writes_weight(shards, c) ? half : NULL, rest, from,
-                                src_dtype, n);
-            continue;
-        }
-        const void *value = from;
-        fs_dtype value_dtype = src_dtype;
-        if (shards->blocks[shards->rank].master != NULL && part.seg.pos_n != FS_FROZEN) {
-            to = state_array(shards, shards->rank, FS_MASTER, &part.seg, &dtype);
-            exec->device->convert(exec, to, dtype, from, src_dtype, n);
-            value = to; /* the compute copy is always the rounded master */
-            value_dtype = dtype;
-        }
-        if (fs_writes_weight(shards, c)) {
-            to = state_array(shards, shards->rank, FS_WEIGHT, &part.seg, &dtype);
-            exec->device->convert(exec, to, dtype, value, value_dtype, n);
-        }
+    }
+    fs_brought(shards);
+    if (array == FS_GRAD && shards->streams != NULL) {
+        fs_mark_set(shards, FS_STREAM_COMPUTE, shards->streams->sums);
     }
     return FS_OK;
 }
 
 // ---- load ---------------------------------------------------------------------------------------
 
-fs_status
-fs_load(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, void *dst,
-        fs_dtype dst_dtype)
+/* Puts n elements of seg, as rank has them, into `to` in stream order of exec. */
+static void
+load_part(const fs_shards *shards, const fs_exec *exec, int rank, fs_array array,
+          const fs_seg *seg, void *to, fs_dtype dst_dtype)
 {
-    const fs_exec *exec = shards->exec;
+    fs_dtype dtype = FS_F32;
+    size_t n = seg->end - seg->begin;
+    if (array == FS_MASTER && is_split(shards, seg)) {
+        const void *half = fs_own_at(shards, rank, seg);
+        exec->device->join(exec, to, dst_dtype, half,
+                           shards->blocks[rank].remainder + fs_state_at(shards, seg), n);
+        return;
+    }
+    const unsigned char *src = state_array(shards, rank, array, seg, &dtype);
+    exec->device->convert(exec, to, dst_dtype, src, dtype, n);
+}
+
+/* Is every cut of this array in this rank's memory, on every rank alike? */
+static bool
+has_all(const fs_shards *shards, int param, fs_array array)
+{
+    const fs_policy *policy = &shards->policy;
+    if (shards->streams == NULL || policy->keep == shards->size) {
+        return true;
+    }
+    bool weight = array == FS_WEIGHT || (array == FS_MASTER && (policy->precision.master == 0 ||
+                                         !shards->layout->params[param].trainable));
+    return weight && policy->weights == FS_WEIGHTS_WHOLE;
+}
+
+/* On a device: a part that lies here, through pinned memory. */
+static fs_status
+fetch_part(fs_shards *shards, fs_array array, fs_seg seg, unsigned char *to, fs_dtype dst_dtype)
+{
+    fs_streams *streams = shards->streams;
+    size_t width = fs_dtype_nbytes(dst_dtype), end = seg.end, n;
+    fs_mark_after(shards, FS_STREAM_COMPUTE, streams->published);
+    for (; seg.begin < end; seg.begin += n, seg.at_n += n, seg.own_n += n, to += n * width) {
+        n = fs_bring_n(shards, end - seg.begin);
+        seg.end = seg.begin + n;
+        load_part(shards, shards->exec, shards->rank, array, &seg, streams->landing, dst_dtype);
+        FS_TRY(fs_mark_wait(shards, FS_STREAM_COMPUTE, 0));
+        memcpy(to, streams->landing, n * width);
+        seg.pos_n += seg.pos_n == FS_FROZEN ? 0 : n;
+    }
+    return FS_OK;
+}
+
+/* On a device: a range that lies on several ranks, each part from the rank that speaks for it. */
+static fs_status
+fetch_from_all(fs_shards *shards, int param, fs_array array, size_t begin, size_t end,
+               unsigned char *dst, fs_dtype dst_dtype)
+{
+    fs_streams *streams = shards->streams;
+    const fs_exec *exec = fs_exec_on(shards, FS_STREAM_GATHER);
+    const fs_what what = {.op = FS_OP_LOAD, .dtype = (int32_t)dst_dtype, .root = (int32_t)array,
+                          .nbytes = end - begin, .tag = (uint64_t)param << 40 ^ begin};
+    size_t width = fs_dtype_nbytes(dst_dtype), n;
+    FS_TRY(fs_meet(shards->world, &what, NULL, NULL, 0));
+    fs_mark_after(shards, FS_STREAM_GATHER, streams->weights);
+    fs_mark_after(shards, FS_STREAM_GATHER, streams->brought);
+    for (size_t at = begin; at < end; at += n) {
+        n = fs_bring_n(shards, end - at);
+        for (int c = 0; c < shards->size; c++) {
+            overlap part;
+            if (!find_overlap(shards->layout, param, c, at, at + n, &part)) {
+                continue;
+            }
+            unsigned char *to = streams->transfer + part.skip * width;
+            size_t part_n = part.seg.end - part.seg.begin;
+            if (c == shards->rank) {
+                load_part(shards, exec, c, array, &part.seg, to, dst_dtype);
+            }
+            fs_engine_piece piece = {
+                .root = c, .src = to, .dst = to, .nbytes = part_n * width};
+            FS_TRY(fs_streams_end(shards, streams->runtime->engine->gather(streams->gathers, exec,
+                                                                           &piece, 1)));
+        }
+        streams->runtime->copy(exec, streams->landing, streams->transfer, n * width);
+        FS_TRY(fs_mark_wait(shards, FS_STREAM_GATHER, 0));
+        memcpy(dst + (at - begin) * width, streams->landing, n * width);
+    }
+    return FS_OK;
+}
+
+static fs_status
+check_load(const fs_shards *shards, int param, fs_array array, size_t begin, size_t end)
+{
     FS_TRY(fs_shards_whole(shards));
     FS_TRY(check_range(shards, param, array, begin, end));
-    size_t width = fs_dtype_nbytes(dst_dtype);
-    if (array == FS_GRAD && !shards->had[param]) {
-        memset(dst, 0, (end - begin) * width);
-        return FS_OK;
+    if (shards->streams != NULL && array == FS_GRAD && shards->rounds > 0 && !shards->settled &&
+        !shards->agreed) {
+        return FS_FAIL(FS_ESTATE, "rank %d: the gradient of %s is still summed: settle the step "
+                                  "(grad_norm()) first",
+                       shards->rank, shards->layout->params[param].name);
     }
-    for (int c = 0; c < shards->size; c++) {
+    return FS_OK;
+}
+
+/* Reads the parts that lie in cuts [first, end_cut). A cut is read here when it is kept here, or
+ * from the rank that speaks for it. */
+static fs_status
+load_cuts(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, int first,
+          int end_cut, void *dst, fs_dtype dst_dtype)
+{
+    size_t width = fs_dtype_nbytes(dst_dtype);
+    for (int c = first; c < end_cut; c++) {
         overlap part;
         if (!find_overlap(shards->layout, param, c, begin, end, &part)) {
             continue;
         }
-        fs_dtype dtype;
-        /* A cut is read from the rank that speaks for it, or here when it is kept here. */
-        int from = fs_keeps(shards, c) ? shards->rank : c;
-        void *to = (unsigned char *)dst + part.skip * width;
-        size_t n = part.seg.end - part.seg.begin;
-        if (array == FS_MASTER && is_split(shards, &part.seg)) {
-            const void *half = fs_own_at(shards, from, &part.seg);
-            exec->device->join(exec, to, dst_dtype, half,
-                               shards->blocks[from].remainder + fs_state_at(shards, &part.seg), n);
+        unsigned char *to = (unsigned char *)dst + part.skip * width;
+        if (shards->streams != NULL) {
+            FS_TRY(fetch_part(shards, array, part.seg, to, dst_dtype));
             continue;
         }
-        const unsigned char *src = state_array(shards, from, array, &part.seg, &dtype);
-        exec->device->convert(exec, to, dst_dtype, src, dtype, n);
+        int from = fs_keeps(shards, c) ? shards->rank : c;
+        load_part(shards, shards->exec, from, array, &part.seg, to, dst_dtype);
     }
     return FS_OK;
+}
+
+fs_status
+fs_load(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, void *dst,
+        fs_dtype dst_dtype)
+{
+    FS_TRY(check_load(shards, param, array, begin, end));
+    if (array == FS_GRAD && !shards->had[param]) {
+        memset(dst, 0, (end - begin) * fs_dtype_nbytes(dst_dtype));
+        return FS_OK;
+    }
+    if (!has_all(shards, param, array)) {
+        return fetch_from_all(shards, param, array, begin, end, dst, dst_dtype);
+    }
+    return load_cuts(shards, param, array, begin, end, 0, shards->size, dst, dst_dtype);
+}
+
+fs_status
+fs_load_kept(fs_shards *shards, int param, fs_array array, size_t begin, size_t end, void *dst,
+             fs_dtype dst_dtype)
+{
+    FS_TRY(check_load(shards, param, array, begin, end));
+    size_t n = 0;
+    int first = shards->keep_first, end_cut = first + shards->policy.keep;
+    for (int c = first; c < end_cut; c++) {
+        overlap part;
+        if (find_overlap(shards->layout, param, c, begin, end, &part)) {
+            n += part.seg.end - part.seg.begin;
+        }
+    }
+    if (n != end - begin) {
+        return FS_FAIL(FS_EINVAL, "rank %d keeps %zu of elements [%zu, %zu) of %s: the rest lies "
+                                  "with other ranks",
+                       shards->rank, n, begin, end, shards->layout->params[param].name);
+    }
+    if (array == FS_GRAD && !shards->had[param]) {
+        memset(dst, 0, n * fs_dtype_nbytes(dst_dtype));
+        return FS_OK;
+    }
+    return load_cuts(shards, param, array, begin, end, first, end_cut, dst, dst_dtype);
 }

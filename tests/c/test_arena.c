@@ -23,7 +23,7 @@ test_plan_equals_ledger(void)
     unsigned char *weights = NULL;
     float *master = NULL;
     fs_arena counting, arena;
-    fs_arena_init_counting(&counting, &plan, false);
+    fs_arena_init_counting(&counting, &plan, FS_HOME_PRIVATE);
     CHECK_OK(place(&counting, &weights, &master));
     CHECK(weights == NULL && master == NULL, "a counting arena gave memory");
     CHECK(counting.used == 1024 + 384, "%zu bytes", counting.used);
@@ -31,9 +31,10 @@ test_plan_equals_ledger(void)
     CHECK_OK(fs_arena_open(&arena, &ledger, counting.used));
     CHECK_OK(place(&arena, &weights, &master));
     for (int c = 0; c < FS_MEM_CLASS_COUNT; c++) {
-        CHECK(plan.private_nbytes[c] == ledger.private_nbytes[c], "%s: plan %zu, ledger %zu",
-              fs_mem_class_name((fs_mem_class)c), (size_t)plan.private_nbytes[c],
-              (size_t)ledger.private_nbytes[c]);
+        CHECK(plan.nbytes[FS_HOME_PRIVATE][c] == ledger.nbytes[FS_HOME_PRIVATE][c],
+              "%s: plan %zu, ledger %zu",
+              fs_mem_class_name((fs_mem_class)c), (size_t)plan.nbytes[FS_HOME_PRIVATE][c],
+              (size_t)ledger.nbytes[FS_HOME_PRIVATE][c]);
     }
     CHECK((uintptr_t)master % FS_ARENA_ALIGN == 0, "%p", (void *)master);
     for (size_t i = 0; i < 1001; i++) {
@@ -45,14 +46,17 @@ test_plan_equals_ledger(void)
     /* An allocation that the plan does not know shows in the ledger. */
     void *planted;
     CHECK_OK(fs_arena_take(&arena, FS_MEM_WORKSPACE, 256, &planted));
-    CHECK(plan.private_nbytes[FS_MEM_WORKSPACE] != ledger.private_nbytes[FS_MEM_WORKSPACE], "same");
+    CHECK(plan.nbytes[FS_HOME_PRIVATE][FS_MEM_WORKSPACE] !=
+              ledger.nbytes[FS_HOME_PRIVATE][FS_MEM_WORKSPACE],
+          "same");
     CHECK_STATUS(fs_arena_take(&arena, FS_MEM_WORKSPACE, 1 << 20, &planted), FS_EINTERNAL);
 
     fs_arena_close(&arena);
     fs_arena_close(&arena);
     fs_arena_close(&counting);
     for (int c = 0; c < FS_MEM_CLASS_COUNT; c++) {
-        CHECK(ledger.private_nbytes[c] == 0, "%zu bytes left", (size_t)ledger.private_nbytes[c]);
+        CHECK(ledger.nbytes[FS_HOME_PRIVATE][c] == 0, "%zu bytes left",
+              (size_t)ledger.nbytes[FS_HOME_PRIVATE][c]);
     }
     CHECK(ledger.peak_nbytes[FS_MEM_MASTER] == 384, "%zu",
           (size_t)ledger.peak_nbytes[FS_MEM_MASTER]);
@@ -63,7 +67,7 @@ test_overflow(void)
 {
     fs_arena arena;
     size_t out;
-    fs_arena_init_counting(&arena, NULL, false);
+    fs_arena_init_counting(&arena, NULL, FS_HOME_PRIVATE);
     void *memory;
     CHECK_STATUS(fs_arena_take(&arena, FS_MEM_WEIGHTS, SIZE_MAX, &memory), FS_EINVAL);
     CHECK_STATUS(fs_arena_open(&arena, NULL, SIZE_MAX), FS_EINVAL);
@@ -104,8 +108,8 @@ static void *
 charge_often(void *ledger)
 {
     for (int i = 0; i < 10000; i++) {
-        fs_ledger_charge(ledger, FS_MEM_SPILL, false, 64);
-        fs_ledger_discharge(ledger, FS_MEM_SPILL, false, 64);
+        fs_ledger_charge(ledger, FS_MEM_SPILL, FS_HOME_PRIVATE, 64);
+        fs_ledger_discharge(ledger, FS_MEM_SPILL, FS_HOME_PRIVATE, 64);
     }
     return NULL;
 }
@@ -121,8 +125,8 @@ test_ledger_is_atomic(void)
     for (int t = 0; t < 4; t++) {
         CHECK(pthread_join(threads[t], NULL) == 0, "no join");
     }
-    CHECK(ledger.private_nbytes[FS_MEM_SPILL] == 0, "%zu",
-          (size_t)ledger.private_nbytes[FS_MEM_SPILL]);
+    CHECK(ledger.nbytes[FS_HOME_PRIVATE][FS_MEM_SPILL] == 0, "%zu",
+          (size_t)ledger.nbytes[FS_HOME_PRIVATE][FS_MEM_SPILL]);
     size_t peak = ledger.peak_nbytes[FS_MEM_SPILL];
     CHECK(peak >= 64 && peak <= 256, "peak %zu", peak);
 }

@@ -148,9 +148,10 @@ round_trip(size_t n, size_t portion)
         CHECK_OK(fs_writer_put(&writer, bytes, m));
         at += m;
     }
-    CHECK(ledger.private_nbytes[FS_MEM_CHECKPOINT] == FS_WRITER_NBYTES, "buffers are charged");
+    CHECK(ledger.nbytes[FS_HOME_PRIVATE][FS_MEM_CHECKPOINT] == FS_WRITER_NBYTES,
+          "buffers are charged");
     CHECK_OK(fs_writer_finish(&writer, &blocks));
-    CHECK(ledger.private_nbytes[FS_MEM_CHECKPOINT] == 0, "and given back");
+    CHECK(ledger.nbytes[FS_HOME_PRIVATE][FS_MEM_CHECKPOINT] == 0, "and given back");
     fs_writer_discard(&writer);
     CHECK(blocks.nbytes == n && blocks.n == fs_blocks_count(n), "%zu %zu", blocks.nbytes, blocks.n);
     fs_reader reader;
@@ -173,7 +174,7 @@ round_trip(size_t n, size_t portion)
               end);
     }
     fs_reader_close(&reader);
-    CHECK(ledger.private_nbytes[FS_MEM_CHECKPOINT] == 0, "buffers are given back");
+    CHECK(ledger.nbytes[FS_HOME_PRIVATE][FS_MEM_CHECKPOINT] == 0, "buffers are given back");
     fs_blocks_free(&blocks);
     forget("w");
 }

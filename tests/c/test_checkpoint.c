@@ -146,7 +146,8 @@ save_body(fs_world *world, void *ctx)
     fs_blocks *blocks;
     fill(shards);
     CHECK_OK(fs_save(shards, c->folder, 2, &blocks));
-    CHECK(fs_world_ledger(world)->private_nbytes[FS_MEM_CHECKPOINT] == 0, "buffers are given back");
+    CHECK(fs_world_ledger(world)->nbytes[FS_HOME_PRIVATE][FS_MEM_CHECKPOINT] == 0,
+          "buffers are given back");
     for (int r = 0; r < c->shape->size; r++) {
         if (fs_world_rank(world) == 0) {
             saved_blocks[r] = blocks[r];
@@ -220,7 +221,8 @@ load_body(fs_world *world, void *ctx)
     fs_shards *shards = open_shards(world, c->shape);
     c->got[rank] = read_all(shards, c->folder, c->saved_size);
     (void)snprintf(c->words[rank], sizeof c->words[rank], "%s", fs_status_message());
-    CHECK(fs_world_ledger(world)->private_nbytes[FS_MEM_CHECKPOINT] == 0, "buffers are given back");
+    CHECK(fs_world_ledger(world)->nbytes[FS_HOME_PRIVATE][FS_MEM_CHECKPOINT] == 0,
+          "buffers are given back");
     if (c->expected == FS_OK) {
         CHECK(c->got[rank] == FS_OK, "%s", c->words[rank]);
         compare(shards, c->shape, true);
@@ -414,7 +416,8 @@ allocation_body(fs_world *world, void *ctx)
     if (rank == 0) {
         (void)fs_alloc_fail_at(0);
     }
-    CHECK(fs_world_ledger(world)->private_nbytes[FS_MEM_CHECKPOINT] == 0, "buffers are given back");
+    CHECK(fs_world_ledger(world)->nbytes[FS_HOME_PRIVATE][FS_MEM_CHECKPOINT] == 0,
+          "buffers are given back");
     fs_shards_close(shards);
 }
 

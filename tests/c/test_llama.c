@@ -243,8 +243,8 @@ allocation_body(fs_world *world, void *ctx)
     CHECK(failures >= 7, "only %zu allocations", failures);
     fs_shards_close(shards);
     fs_ledger *ledger = fs_world_ledger(world);
-    CHECK(ledger->private_nbytes[FS_MEM_ACTIVATIONS] == 0 &&
-              ledger->private_nbytes[FS_MEM_WORKSPACE] == 0,
+    CHECK(ledger->nbytes[FS_HOME_PRIVATE][FS_MEM_ACTIVATIONS] == 0 &&
+              ledger->nbytes[FS_HOME_PRIVATE][FS_MEM_WORKSPACE] == 0,
           "memory is charged after everything was closed");
 }
 

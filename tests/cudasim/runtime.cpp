@@ -176,6 +176,7 @@ cudaEventQuery(cudaEvent_t event)
         sim_join_clock(sim_here().host, event->clock);
         return cudaSuccess;
     }
+    sim_demand(event->stream, event->number); /* who asks again and again waits */
     return cudaErrorNotReady;
 }
 

@@ -1,0 +1,276 @@
+// needs: c++
+/* Shards on a device: the same program runs on the CPU's table and on a GPU's, over the stand-in,
+ * and must give the same bits; in whatever order streams run, with no wait to spare, and to an end
+ * whatever fails. */
+#include <string.h>
+
+#include "../cudasim/sim.h"
+#include "check.h"
+#include "device/plugin.h"
+#include "shards_program.h"
+
+#define DEVICE_NBYTES ((size_t)8 << 20)
+
+static fs_runtime runtime; /* the library's, with hooks of this test */
+static fs_device device;
+
+static const fs_precision fp32 = {.param = FS_F32, .reduce = FS_F32, .accumulate = FS_F32,
+                                  .moments = FS_F32};
+static const fs_precision bf16 = {.param = FS_BF16, .reduce = FS_BF16, .accumulate = FS_F32,
+                                  .master = FS_MASTERS_SEPARATE, .moments = FS_F32};
+static const fs_precision split = {.param = FS_BF16, .reduce = FS_F32, .accumulate = FS_F32,
+                                   .master = FS_MASTERS_SPLIT, .moments = FS_F32};
+static const fs_precision pure = {.param = FS_BF16, .reduce = FS_BF16, .accumulate = FS_BF16,
+                                  .moments = FS_BF16, .stochastic = true, .seed = 7};
+static const fs_precision half = {.param = FS_F16, .reduce = FS_F16, .accumulate = FS_F32,
+                                  .master = FS_MASTERS_SEPARATE, .moments = FS_BF16};
+
+const fs_device *fs_plugin_get(const fs_plugin_host *host);
+
+static void
+open_library(void)
+{
+    const fs_plugin_host host = {FS_PLUGIN_ABI, sizeof host, fs_status_here, {NULL, NULL}};
+    device = *fs_plugin_get(&host);
+    runtime = *device.runtime;
+    device.runtime = &runtime;
+}
+
+static void
+check_same(const program *p, const outcome *got, const outcome *want)
+{
+    for (int s = 0; s < p->steps; s++) {
+        const fs_verdict *a = &got->verdicts[s], *b = &want->verdicts[s];
+        CHECK(a->applied == b->applied && a->reason == b->reason &&
+                  memcmp(&a->norm, &b->norm, sizeof a->norm) == 0 && a->clip == b->clip &&
+                  a->bad_param == b->bad_param && a->bad_rank == b->bad_rank &&
+                  a->count == b->count,
+              "%s, step %d: applied %d reason %d norm %.17g bad %d %d, not %d %d %.17g %d %d",
+              p->name, s, a->applied, (int)a->reason, a->norm, a->bad_param, a->bad_rank,
+              b->applied, (int)b->reason, b->norm, b->bad_param, b->bad_rank);
+    }
+    CHECK(!got->ranks_differ, "%s: ranks differ", p->name);
+    for (size_t i = 0; i < OUTCOME_N; i++) {
+        CHECK(memcmp(&got->values[i], &want->values[i], sizeof(float)) == 0,
+              "%s: value %zu (of array %zu) is %.9g, not %.9g", p->name, i, i / MODEL_N,
+              (double)got->values[i], (double)want->values[i]);
+    }
+    CHECK(memcmp(got->checksums, want->checksums, sizeof got->checksums) == 0,
+          "%s: checksums differ", p->name);
+}
+
+static outcome
+on_cpu(const program *p)
+{
+    static outcome out;
+    must_run(&out, p, NULL);
+    return out;
+}
+
+static outcome
+on_device(const program *p, uint64_t seed, fs_sim_order order)
+{
+    static outcome out;
+    fs_sim_reset(seed, order, DEVICE_NBYTES);
+    must_run(&out, p, &device);
+    return out;
+}
+
+/* Every stage, partition, rule, precision; parameters and units that are absent here and there,
+ * other numbers of rounds on each rank, units out of turn, a gradient that is not finite. */
+static void
+test_same_bits(void)
+{
+    const fs_precision *precisions[] = {&fp32, &bf16, &split, &pure, &half};
+    int cases = 0;
+    for (int size = 1; size <= RANKS_MAX; size++) {
+        const fs_policy policies[] = {
+            {size, true, FS_WEIGHTS_WHOLE, 1, fp32}, {1, true, FS_WEIGHTS_WHOLE, 1, fp32},
+            {1, false, FS_WEIGHTS_WHOLE, 1, fp32},   {1, false, FS_WEIGHTS_SHARD, 2, fp32},
+            {1, false, FS_WEIGHTS_SHARD, 0, fp32},   {size / 2, false, FS_WEIGHTS_SHARD, 3, fp32},
+            {size / 2, true, FS_WEIGHTS_WHOLE, 1, fp32},
+        };
+        for (size_t i = 0; i < sizeof policies / sizeof policies[0]; i++) {
+            if (policies[i].keep < 1 || size % policies[i].keep != 0) {
+                continue;
+            }
+            for (int style = (int)(i + (size_t)size) % 2; style < 4; style += 2, cases++) {
+                program p = {
+                    .name = "case", .size = size, .policy = policies[i],
+                    .partition = (fs_partition)(style % 2),
+                    .rule = (fs_rule)(cases % FS_RULE_COUNT), .steps = 3, .rounds = 2,
+                    .uneven = style >= 2, .shuffled = style == 1 || style == 2,
+                    .max_norm = cases % 3 == 0 ? 0.5 : 0.0, .bad_step = cases % 4 == 1 ? 1 : -1,
+                };
+                char name[64];
+                (void)snprintf(name, sizeof name, "size %d policy %zu style %d", size, i, style);
+                p.name = name;
+                p.policy.precision = *precisions[cases % 5];
+                outcome want = on_cpu(&p);
+                outcome got = on_device(&p, (uint64_t)cases,
+                                        cases % 2 == 0 ? FS_SIM_SHUFFLED : FS_SIM_LATE);
+                check_same(&p, &got, &want);
+                if (p.bad_step >= 0 && !p.uneven) {
+                    const fs_verdict *bad = &got.verdicts[p.bad_step];
+                    CHECK(!bad->applied && bad->bad_param == BAD_PARAM &&
+                              bad->bad_rank == size - 1,
+                          "%s: bad %d %d", p.name, bad->bad_param, bad->bad_rank);
+                }
+            }
+        }
+    }
+}
+
+static program
+prefetching(int size)
+{
+    return (program){.name = "prefetch", .size = size, .partition = FS_PARTITION_FLAT,
+                     .policy = {1, false, FS_WEIGHTS_SHARD, 2, fp32}, .rule = FS_RULE_ADAMW,
+                     .steps = 2, .rounds = 1, .brief = true, .bad_step = -1};
+}
+
+static void
+test_schedules(void)
+{
+    for (int seed = 0; seed < 200; seed++) {
+        program p = prefetching(2 + seed % 2);
+        p.steps = 1;
+        static outcome want[2];
+        if (seed < 2) {
+            want[seed] = on_cpu(&p);
+        }
+        outcome got =
+            on_device(&p, (uint64_t)seed, seed % 4 < 2 ? FS_SIM_SHUFFLED : FS_SIM_LATE);
+        check_same(&p, &got, &want[seed % 2]);
+    }
+}
+
+// ---- waits --------------------------------------------------------------------------------------
+
+static fs_context *watched; /* of rank 0 */
+static size_t waits_made, wait_left_out;
+static void (*real_after)(const fs_exec *, fs_event *);
+
+static void
+after_but_one(const fs_exec *exec, fs_event *event)
+{
+    if (exec->context == watched && ++waits_made == wait_left_out) {
+        return;
+    }
+    real_after(exec, event);
+}
+
+static void
+watch(fs_context *context, int rank)
+{
+    watched = rank == 0 ? context : watched;
+}
+
+/* Without any one of its waits a run races: none is there in vain. */
+static void
+test_every_wait_is_needed(void)
+{
+    const program programs[] = {
+        prefetching(2),
+        prefetching(1),
+        {.name = "whole", .size = 2, .policy = {1, false, FS_WEIGHTS_WHOLE, 1, fp32},
+         .rule = FS_RULE_SGD, .steps = 2, .rounds = 1, .bad_step = -1},
+        {.name = "uneven", .size = 2, .policy = {2, true, FS_WEIGHTS_WHOLE, 1, fp32},
+         .rule = FS_RULE_SGD, .steps = 3, .uneven = true, .bad_step = -1},
+    };
+    for (size_t i = 0; i < sizeof programs / sizeof programs[0]; i++) {
+        program p = programs[i];
+        p.watch = watch;
+        for (wait_left_out = 1;; wait_left_out++) {
+            waits_made = 0;
+            fs_sim_reset(wait_left_out, FS_SIM_SHUFFLED, DEVICE_NBYTES);
+            fs_sim_tolerate_races(true);
+            static outcome out;
+            must_run(&out, &p, &device);
+            size_t races = fs_sim_races() + out.ranks_differ;
+            CHECK((races > 0) == (wait_left_out <= waits_made),
+                  "%s: %zu races without wait %zu of %zu: %s", p.name, races, wait_left_out,
+                  waits_made, fs_sim_latest_race());
+            if (wait_left_out > waits_made) {
+                break;
+            }
+        }
+        CHECK(wait_left_out > 4, "%s: only %zu waits", p.name, wait_left_out - 1);
+    }
+    watched = NULL;
+}
+
+// ---- failures -----------------------------------------------------------------------------------
+
+static size_t memory_fails_at;
+static _Atomic size_t memories;
+static fs_status (*real_memory_open)(fs_context *, const char *, size_t, void **);
+
+static fs_status
+memory_open_but_one(fs_context *context, const char *what, size_t nbytes, void **out)
+{
+    if (++memories == memory_fails_at) {
+        return FS_FAIL(FS_ENOMEM, "%s: no room for %zu bytes", what, nbytes);
+    }
+    return real_memory_open(context, what, nbytes, out);
+}
+
+/* Whichever allocation fails, all ranks fail, and nothing is left. */
+static void
+test_no_room(void)
+{
+    program p = prefetching(2);
+    for (memory_fails_at = 1;; memory_fails_at++) {
+        atomic_store(&memories, 0);
+        fs_sim_reset(memory_fails_at, FS_SIM_SHUFFLED, DEVICE_NBYTES);
+        static outcome out;
+        fs_status statuses[RANKS_MAX];
+        run_program(&out, &p, &device, statuses);
+        bool failed = memory_fails_at <= atomic_load(&memories);
+        for (int r = 0; r < p.size; r++) {
+            CHECK((statuses[r] != FS_OK) == failed, "memory %zu: rank %d: %d", memory_fails_at, r,
+                  (int)statuses[r]);
+        }
+        CHECK(fs_sim_communicators() == 0, "%zu communicators", fs_sim_communicators());
+        if (!failed) {
+            break;
+        }
+    }
+    CHECK(memory_fails_at > 4, "%zu allocations", memory_fails_at - 1);
+    memory_fails_at = 0;
+}
+
+/* A rank that fails at any point ends the others' step: they neither hang nor leak. */
+static void
+test_a_peer_that_fails(void)
+{
+    for (int at = 0; at < 12; at++) {
+        program p = prefetching(2 + at % 2);
+        p.fails_at = at + 1;
+        fs_sim_reset((uint64_t)at, at % 4 < 2 ? FS_SIM_SHUFFLED : FS_SIM_LATE, DEVICE_NBYTES);
+        static outcome out;
+        fs_status statuses[RANKS_MAX];
+        run_program(&out, &p, &device, statuses);
+        for (int r = 0; r < p.size; r++) {
+            CHECK(statuses[r] == FS_ABORTED || (r == p.size - 1 && statuses[r] == FS_ESTATE),
+                  "failure %d: rank %d: %d", at, r, (int)statuses[r]);
+        }
+        CHECK(fs_sim_communicators() == 0, "%zu communicators", fs_sim_communicators());
+    }
+}
+
+int
+main(void)
+{
+    open_library();
+    real_after = runtime.after;
+    runtime.after = after_but_one;
+    real_memory_open = runtime.memory_open;
+    runtime.memory_open = memory_open_but_one;
+    test_same_bits();
+    test_schedules();
+    test_every_wait_is_needed();
+    test_no_room();
+    test_a_peer_that_fails();
+    return 0;
+}
