@@ -6,9 +6,9 @@
 #include <new>
 #include <thread>
 
-/* Between looks at what is in progress: at first none (a group is on its way within some tens of
+/* Between looks at what is in progress: at first nothing (a group is on its way within some tens of
  * microseconds), then sleeps that grow. */
-#define EAGER_LOOKS 200
+#define EAGER_US 60
 #define SLEEP_LEAST_US 20
 #define SLEEP_MOST_US 1000
 #define CLOSE_MOST_US 5000000
@@ -93,13 +93,14 @@ static fs_status
 settle(const fs_engine *engine, const char *call)
 {
     unsigned us = SLEEP_LEAST_US;
-    for (size_t looks = 0;; looks++) {
+    auto eager = std::chrono::steady_clock::now() + std::chrono::microseconds(EAGER_US);
+    for (;;) {
         bool over;
         FS_TRY(look(engine, call, &over));
         if (over) {
             return FS_OK;
         }
-        if (looks < EAGER_LOOKS) {
+        if (std::chrono::steady_clock::now() < eager) {
             continue;
         }
         if (engine->patience != NULL) {

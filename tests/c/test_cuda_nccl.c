@@ -13,6 +13,7 @@
 #include "cuda/device.h"
 #include "cuda/nccl.h"
 #include "device/plugin.h"
+#include "ends.h"
 #include "ranks.h"
 
 const fs_device *fs_plugin_get(const fs_plugin_host *host);
@@ -137,34 +138,48 @@ size_of(uint64_t seed, int from, int to, size_t most)
 
 // ---- moving -------------------------------------------------------------------------------------
 
-/* Two units: one of equal pieces that adjoin, one of uneven ones, some empty, that do not. */
+/* Units as they come: equal pieces that adjoin, the same in another order of roots, the last one
+ * shorter, equal ones with room between, uneven ones of which some are empty. */
+enum { ADJOINING, BACKWARDS, LAST_SHORTER, APART, UNEVEN, UNITS };
+
+static size_t
+piece_nbytes(uint64_t seed, int unit, int root, int size)
+{
+    enum { EQUAL = 120, MOST = 200 };
+    if (unit == UNEVEN) {
+        return size_of(seed, root, -1, MOST);
+    }
+    return unit == LAST_SHORTER && root == size - 1 ? EQUAL - 1 : EQUAL;
+}
+
 static void
 check_gather(fs_world *world, fs_engine *engine, uint64_t seed)
 {
-    enum { EQUAL = 120, MOST = 200 };
+    enum { MOST = 208 };
     int rank = fs_world_rank(world), size = fs_world_size(world);
-    size_t n = 0, own = 0, at = 0;
-    fs_engine_piece pieces[32];
+    size_t n = 0, at = 0;
+    fs_engine_piece pieces[UNITS * 8];
+    int units[UNITS * 8];
     place p;
     /* Behind what is gathered: this rank's own pieces, where they are not in place. */
-    size_t gathered = (size_t)size * (EQUAL + MOST + 8);
-    open_place(&p, gathered + EQUAL + MOST);
-    own = gathered;
+    size_t own = (size_t)size * UNITS * MOST;
     bool in_place = seed % 2 == 1; /* on its root a piece may lie where it is wanted */
-    for (int unit = 0; unit < 2; unit++) {
-        for (int r = 0; r < size; r++) {
-            size_t nbytes = unit == 0 ? EQUAL : size_of(seed, r, -1, MOST);
-            unsigned char *dst = p.device + at;
-            pieces[n++] = (fs_engine_piece){r, NULL, dst, nbytes};
-            if (r == rank) {
+    open_place(&p, own + UNITS * MOST);
+    for (int unit = 0; unit < UNITS; unit++) {
+        for (int turn = 0; turn < size; turn++, n++) {
+            int root = unit == BACKWARDS ? size - 1 - turn : turn;
+            size_t nbytes = piece_nbytes(seed, unit, root, size);
+            pieces[n] = (fs_engine_piece){root, NULL, p.device + at, nbytes};
+            units[n] = unit;
+            if (root == rank) {
                 size_t src = in_place ? at : own;
-                pieces[n - 1].src = p.device + src;
+                pieces[n].src = p.device + src;
                 for (size_t i = 0; i < nbytes; i++) {
-                    p.host[src + i] = byte_of(seed, r, unit, i);
+                    p.host[src + i] = byte_of(seed, root, unit, i);
                 }
                 own += nbytes;
             }
-            at += nbytes + (unit == 1 ? 8 : 0);
+            at += nbytes + (unit == APART || unit == UNEVEN ? 8 : 0);
         }
     }
     upload(&p);
@@ -173,9 +188,12 @@ check_gather(fs_world *world, fs_engine *engine, uint64_t seed)
     for (size_t k = 0; k < n; k++) {
         size_t first = (size_t)((unsigned char *)pieces[k].dst - p.device);
         for (size_t i = 0; i < pieces[k].nbytes; i++) {
-            unsigned char wanted = byte_of(seed, pieces[k].root, k < (size_t)size ? 0 : 1, i);
-            CHECK(p.host[first + i] == wanted, "seed %llu, rank %d of %d, piece %zu, byte %zu",
-                  (unsigned long long)seed, rank, size, k, i);
+            CHECK(p.host[first + i] == byte_of(seed, pieces[k].root, units[k], i),
+                  "seed %llu, rank %d of %d, piece %zu, byte %zu", (unsigned long long)seed, rank,
+                  size, k, i);
+        }
+        for (size_t i = pieces[k].nbytes; units[k] >= APART && i < pieces[k].nbytes + 8; i++) {
+            CHECK(p.host[first + i] == 0xee, "piece %zu of rank %d reaches into the next", k, rank);
         }
     }
     CHECK_OK(fs_nccl_gather(engine, p.move, pieces, 0));
@@ -721,6 +739,76 @@ use_two(fs_world *world, void *ctx)
     CHECK_OK(fs_cuda_device_use(0));
 }
 
+/* Without being asked to, the stand-in tolerates nothing. */
+static void
+end_by_size(void)
+{
+    shared_case shared = {.seed = 1};
+    run_ranks(2, differ, &shared);
+}
+
+static void
+end_by_order(void)
+{
+    shared_case shared = {.seed = 1, .flag = 1};
+    run_ranks(2, use_two, &shared);
+}
+
+static void
+overlap(fs_world *world, void *ctx)
+{
+    place p;
+    fs_engine *engine = open_engine(world, ctx, 0, "gather");
+    open_place(&p, 800);
+    upload(&p);
+    int peer = 1 - fs_world_rank(world);
+    fs_engine_part send = {peer, p.device, 100}, receive = {peer, p.device + 99, 100};
+    CHECK_OK(fs_nccl_alltoall(engine, p.move, &send, 1, &receive, 1));
+}
+
+static void
+end_by_overlap(void)
+{
+    shared_case shared = {.seed = 1};
+    run_ranks(2, overlap, &shared);
+}
+
+/* A stream that does not wait for what the communicator moves. */
+static void
+race(fs_world *world, void *ctx)
+{
+    place p;
+    fs_engine *engine = open_engine(world, ctx, 0, "gather");
+    open_place(&p, 800);
+    upload(&p);
+    CHECK_OK(gather_once(world, engine, &p, 100));
+    CHECK_OK(fs_cuda_copy(p.read, p.host, p.device, p.nbytes));
+}
+
+static void
+end_by_race(void)
+{
+    shared_case shared = {.seed = 1};
+    run_ranks(2, race, &shared);
+}
+
+static void
+test_ends(void)
+{
+#ifndef __SANITIZE_THREAD__ /* which does not go with a child that makes threads */
+    check_ends(end_by_size, "meets rank");
+    check_ends(end_by_order, "in different orders");
+    check_ends(end_by_overlap, "buffers of one group overlap");
+    check_ends(end_by_race, "race: copy on stream");
+#else
+    (void)check_ends;
+    (void)end_by_size;
+    (void)end_by_order;
+    (void)end_by_overlap;
+    (void)end_by_race;
+#endif
+}
+
 static void
 test_stand_in(void)
 {
@@ -775,6 +863,7 @@ main(void)
     const fs_plugin_host host = {FS_PLUGIN_ABI, sizeof host, fs_status_here, {NULL, NULL}};
     table = fs_plugin_get(&host);
     test_loading();
+    test_ends(); /* first: a child has none of its parent's threads */
     test_moves();
     test_table();
     test_peer_never_comes();

@@ -6,14 +6,11 @@
  * would punish must end the program, seen from a parent. */
 #include <string.h>
 
-#include <signal.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include "../cudasim/sim.h"
 #include "check.h"
 #include "cuda/device.h"
 #include "cuda/kernels.h"
+#include "ends.h"
 
 #define N 5000
 
@@ -323,36 +320,6 @@ race(void)
     pipeline p;
     open_pipeline(&p);
     run_pipeline(&p, WAIT_COMPUTED);
-}
-
-/* The function must end a child by a signal, saying this on stderr (NULL: anything). */
-static void
-check_ends(void (*function)(void), const char *saying)
-{
-    int ends[2], status = 0;
-    char text[4096];
-    size_t length = 0;
-    CHECK(pipe(ends) == 0, "no pipe");
-    pid_t child = fork();
-    CHECK(child >= 0, "no child");
-    if (child == 0) {
-        (void)dup2(ends[1], 2);
-        (void)signal(SIGSEGV, SIG_DFL);
-        (void)signal(SIGABRT, SIG_DFL);
-        (void)alarm(60);
-        function();
-        _exit(0);
-    }
-    (void)close(ends[1]);
-    for (ssize_t got = 1; got > 0 && length < sizeof text - 1; length += (size_t)got) {
-        got = read(ends[0], text + length, sizeof text - 1 - length);
-        CHECK(got >= 0, "no answer");
-    }
-    text[length] = '\0';
-    (void)close(ends[0]);
-    CHECK(waitpid(child, &status, 0) == child, "the child is lost");
-    CHECK(WIFSIGNALED(status), "it ended with %d, and said '%s'", status, text);
-    CHECK(saying == NULL || strstr(text, saying) != NULL, "it said '%s', not '%s'", text, saying);
 }
 
 int

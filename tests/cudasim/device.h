@@ -120,10 +120,9 @@ struct sim_state {
     std::vector<std::unique_ptr<sim_device>> devices;
     int visible; /* devices, of those */
     sim_state();
-    ~sim_state();
 };
 
-extern sim_state sim;
+extern sim_state &sim;
 
 typedef std::unique_lock<std::mutex> sim_lock;
 

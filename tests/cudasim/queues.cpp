@@ -6,7 +6,7 @@
 
 #include "device.h"
 
-sim_state sim;
+sim_state &sim = *new sim_state;
 
 static const int DEVICES_MOST = 64;
 static const int DEVICES_USUALLY = 8;
@@ -25,19 +25,23 @@ sim_state::sim_state()
     }
 }
 
-sim_state::~sim_state()
-{
+/* At the end of the program workers stop. The state stays: a rank's thread that is still waiting
+ * then must not make its end wait for it. */
+static struct at_end {
+    ~at_end()
     {
-        std::lock_guard<std::mutex> lock(mutex);
-        stop = true;
-    }
-    for (auto &device : devices) {
-        device->changed.notify_all();
-        if (device->worker.joinable()) {
-            device->worker.join();
+        {
+            std::lock_guard<std::mutex> lock(sim.mutex);
+            sim.stop = true;
+        }
+        for (auto &device : sim.devices) {
+            device->changed.notify_all();
+            if (device->worker.joinable()) {
+                device->worker.join();
+            }
         }
     }
-}
+} stop_workers;
 
 void
 sim_join_clock(sim_clock &clock, const sim_clock &other)
