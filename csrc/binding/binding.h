@@ -20,6 +20,7 @@ int fs_py_add_core(PyObject *module);    /* py_core.c: env, cpu, build, gemm lib
 int fs_py_add_machine(PyObject *module); /* py_machine.c: how fast matrix products are */
 int fs_py_add_kernels(PyObject *module); /* py_kernels.c: device table, for tests and benchmarks */
 int fs_py_add_device(PyObject *module);  /* py_device.c: the library of a device */
+int fs_py_add_device_array(PyObject *module); /* py_device_array.c: memory of a device */
 int fs_py_add_world(PyObject *module);   /* py_world.c: Job, World, collectives */
 int fs_py_add_shards(PyObject *module);  /* py_shards.c: Shards, step */
 int fs_py_add_norms(PyObject *module);   /* py_norms.c: gradients by parameter */

@@ -19,6 +19,7 @@ add_all(PyObject *module)
         fs_py_add_llama,
         fs_py_add_world,
         fs_py_add_device,
+        fs_py_add_device_array,
     };
     if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
         /* Types and worlds belong to the process; so do NumPy's, on which we stand. */

@@ -4,7 +4,9 @@
 
 #include <stddef.h>
 
+#include "py_device.h"
 #include "py_layout.h"
+#include "py_world.h"
 
 static PyTypeObject *shards_type;
 static PyTypeObject *export_type;
@@ -135,6 +137,12 @@ export_param(fs_py_shards *object, const fs_param *param, const unsigned char *u
     }
     object->exports[param->unit]++;
     size_t at = param->offset_n * fs_dtype_nbytes(dtype);
+    if (fs_world_exec(object->world)->context != NULL) {
+        int ordinal = ((fs_py_world *)object->world_object)->ordinal;
+        return fs_device_array_new(dtype, param->dims_n, param->dims,
+                                   (void *)(uintptr_t)(unit_weights + at), ordinal,
+                                   (PyObject *)base);
+    }
     /* Writeable is for front ends whose tensors know no read-only memory and that watch for writes
      * themselves: every rank would see one. */
     return fs_array_view(dtype, param->dims_n, param->dims, (void *)(uintptr_t)(unit_weights + at),

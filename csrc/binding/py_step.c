@@ -1,4 +1,5 @@
 /* The part of _core.Shards that trains: gradients in, the step and its verdict. */
+#include "py_device.h"
 #include "py_shards.h"
 
 #include "../shard/optim.h"
@@ -17,7 +18,9 @@ shards_grad_put(PyObject *self, PyObject *args)
     }
     fs_buffer buffer;
     if (fs_py_shards_check_param(object, param) < 0 ||
-        fs_buffer_take(array, "gradient", false, &buffer) < 0) {
+        (fs_device_array_check(array)
+             ? fs_device_array_take(array, object->world_object, "gradient", &buffer)
+             : fs_buffer_take(array, "gradient", false, &buffer)) < 0) {
         object->busy = false;
         return NULL;
     }

@@ -324,6 +324,65 @@ world_threads_used(PyObject *object, PyObject *Py_UNUSED(ignored))
                          : NULL;
 }
 
+/* A stream as other libraries number it; 0 is the default one. */
+static PyObject *
+order_stream(PyObject *object, PyObject *arg, fs_status (*order)(fs_world *, void *))
+{
+    void *stream = PyLong_AsVoidPtr(arg);
+    fs_world *world = PyErr_Occurred() ? NULL : fs_py_world_get(object);
+    if (world == NULL) {
+        return NULL;
+    }
+    fs_status st;
+    FS_CALL(world, st, order(world, stream));
+    if (st != FS_OK) {
+        return fs_raise(st, world);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+world_after_stream(PyObject *object, PyObject *arg)
+{
+    return order_stream(object, arg, fs_world_after_stream);
+}
+
+static PyObject *
+world_stream_after(PyObject *object, PyObject *arg)
+{
+    return order_stream(object, arg, fs_world_stream_after);
+}
+
+/* fetch(device_array, array): device memory into an array of the host. */
+static PyObject *
+world_fetch(PyObject *object, PyObject *args)
+{
+    PyObject *there, *array;
+    fs_buffer from, to;
+    fs_world *world = fs_py_world_get(object);
+    if (world == NULL || !PyArg_ParseTuple(args, "OO:fetch", &there, &array) ||
+        fs_device_array_take(there, object, "array", &from) < 0) {
+        return NULL;
+    }
+    if (fs_buffer_take_dtype(array, "out", true, from.dtype, &to) < 0) {
+        fs_buffer_drop(&from);
+        return NULL;
+    }
+    fs_status st = FS_OK;
+    if (to.n != from.n) {
+        st = FS_FAIL(FS_EINVAL, "out: %zu elements, expected %zu", to.n, from.n);
+    } else {
+        size_t nbytes = to.n * fs_dtype_nbytes(to.dtype);
+        FS_CALL(world, st, fs_world_fetch(world, to.data, from.data, nbytes));
+    }
+    fs_buffer_drop(&from);
+    fs_buffer_drop(&to);
+    if (st != FS_OK) {
+        return fs_raise(st, world);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *
 world_get_number(PyObject *object, void *closure)
 {
@@ -432,6 +491,13 @@ static const PyMethodDef life_methods[] = {
      "note($self, unit, step, /)\n--\n\nWhat reports say this rank is doing."},
     {"memory", world_memory, METH_NOARGS,
      "memory($self, /)\n--\n\nclass -> (private, world, peak) bytes of this rank."},
+    {"after_stream", world_after_stream, METH_O,
+     "after_stream($self, stream, /)\n--\n\nWhat the rank's device is given from now on comes "
+     "after what the stream was given."},
+    {"stream_after", world_stream_after, METH_O,
+     "stream_after($self, stream, /)\n--\n\nThe other way round."},
+    {"fetch", world_fetch, METH_VARARGS,
+     "fetch($self, array, out, /)\n--\n\nDevice memory into an array of the host; waits."},
     {"threads_used", world_threads_used, METH_NOARGS,
      "threads_used($self, /)\n--\n\nThreads that have run at least one task."},
     {"close", world_close, METH_NOARGS, "close($self, /)\n--\n\nLeaves. Never waits."},

@@ -183,6 +183,21 @@ void fs_world_exit(fs_world *world);
 void fs_world_set_deadlines(fs_world *world, const fs_deadlines *deadlines);
 fs_deadlines fs_world_deadlines(const fs_world *world);
 
+// ---- the rank's device --------------------------------------------------------------------------
+
+/* What the rank's compute stream is given from now on comes after what stream (a cudaStream_t of
+ * its device; NULL: the legacy default stream) was given so far; or the other way round. FS_ESTATE
+ * on the CPU. Neither waits. */
+FS_NODISCARD fs_status
+fs_world_after_stream(fs_world *world, void *stream);
+FS_NODISCARD fs_status
+fs_world_stream_after(fs_world *world, void *stream);
+
+/* dst, in host memory, = nbytes of device memory at src, once all that the compute stream was given
+ * is done. Waits, as fs_wait does. */
+FS_NODISCARD fs_status
+fs_world_fetch(fs_world *world, void *dst, const void *src, size_t nbytes);
+
 // ---- what this rank is doing --------------------------------------------------------------------
 
 typedef enum fs_op {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._arrays import Array, as_array, raw
+from ._device_arrays import is_device_array, to_host
 from ._hash import state_sha256, weights_sha256
 from ._kinds import WEIGHT
 from ._layout import Group, Parameter, default_unit, take_groups
@@ -58,7 +59,7 @@ def shard(
     ----------
     params : mapping of str to ndarray
         Name to initial value: float arrays of any shape, of NumPy or of a library whose arrays it
-        or DLPack can read on the CPU. One array under two names is a tie.
+        or DLPack can read on the CPU, or on the world's GPU. One array under two names is a tie.
         Copied.
     world : World
         The ranks.
@@ -94,7 +95,8 @@ def shard(
     """
     arrays: dict[str, Array] = {}
     for name, value in params.items():
-        arrays[name] = as_array(name, value)
+        on_device = is_device_array(value) and world.device != "cpu"
+        arrays[name] = to_host(name, value, world) if on_device else as_array(name, value)
     unknown = set(frozen) - set(arrays)
     if unknown:
         raise ValueError(f"frozen: no parameter {', '.join(sorted(unknown))}")

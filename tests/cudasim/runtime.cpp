@@ -134,11 +134,18 @@ cudaEventDestroy(cudaEvent_t event)
     return cudaSuccess;
 }
 
+/* The default stream of either kind, by any of its names. */
+static bool
+is_default(cudaStream_t stream)
+{
+    return reinterpret_cast<uintptr_t>(stream) <= 2;
+}
+
 cudaError_t
 cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     sim_lock lock(sim.mutex);
-    if (stream == NULL) {
+    if (is_default(stream)) {
         event->stream = NULL; /* nothing is ever given to the default stream */
         event->clock.clear();
         return cudaSuccess;
@@ -158,7 +165,7 @@ cudaError_t
 cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned)
 {
     sim_lock lock(sim.mutex);
-    if (event->stream == NULL || stream == NULL) {
+    if (event->stream == NULL || is_default(stream)) {
         return cudaSuccess;
     }
     sim_join_clock(stream->clock, event->clock);

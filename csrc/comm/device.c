@@ -1,0 +1,67 @@
+/* What a world does with its rank's device: orders it with streams of others, brings memory to the
+ * host. */
+#include "shared.h"
+
+static fs_status
+check_device(const fs_world *world)
+{
+    FS_TRY(fs_world_usable(world));
+    return world->exec->context != NULL
+               ? FS_OK
+               : FS_FAIL(FS_ESTATE, "this world computes on the CPU: it has no streams");
+}
+
+fs_status
+fs_world_after_stream(fs_world *world, void *stream)
+{
+    FS_TRY(check_device(world));
+    return world->exec->device->runtime->after_foreign(world->exec, stream);
+}
+
+fs_status
+fs_world_stream_after(fs_world *world, void *stream)
+{
+    FS_TRY(check_device(world));
+    return world->exec->device->runtime->foreign_after(world->exec, stream);
+}
+
+typedef struct event_wait {
+    const fs_exec *exec;
+    fs_event *event;
+} event_wait;
+
+static bool
+event_done(void *ctx)
+{
+    const event_wait *wait = ctx;
+    return wait->exec->device->runtime->is_done(wait->exec->context, wait->event);
+}
+
+/* All that was given before, and then the copy: which waits for the device by itself where dst is
+ * ordinary memory, but then for nothing that peers have a part in. */
+static fs_status
+fetch(fs_world *world, fs_event *event, void *dst, const void *src, size_t nbytes)
+{
+    const fs_exec *exec = world->exec;
+    const fs_runtime *runtime = exec->device->runtime;
+    event_wait wait = {exec, event};
+    runtime->record(exec, event);
+    FS_TRY(fs_wait(world, event_done, &wait, 0));
+    FS_TRY(runtime->check(exec->context));
+    runtime->copy(exec, dst, src, nbytes);
+    runtime->record(exec, event);
+    FS_TRY(fs_wait(world, event_done, &wait, 0));
+    return runtime->check(exec->context);
+}
+
+fs_status
+fs_world_fetch(fs_world *world, void *dst, const void *src, size_t nbytes)
+{
+    fs_event *event;
+    FS_TRY(check_device(world));
+    const fs_runtime *runtime = world->exec->device->runtime;
+    FS_TRY(runtime->event_open(world->exec->context, &event));
+    fs_status st = fetch(world, event, dst, src, nbytes);
+    runtime->event_close(world->exec->context, event);
+    return st;
+}
