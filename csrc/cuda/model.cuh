@@ -51,11 +51,14 @@ sum_lanes(const float *lanes)
     return sum;
 }
 
-/* Element at of a bias, 0 where there is none. */
-FS_DEVICE_FN float
-bias_at(const void *bias, fs_dtype dtype, size_t at)
+/* Biases of n elements from at on, of rows of width: 0 where there are none. Only where there are
+ * some is the place in the row worth a division. */
+FS_DEVICE_FN void
+bias_four(float x[FS_FOUR], const void *bias, fs_dtype dtype, size_t width, size_t at, unsigned n)
 {
-    return bias == NULL ? 0.0f : fs_load_f32(bias, dtype, at);
+    for (unsigned j = 0; j < n; j++) {
+        x[j] = bias == NULL ? 0.0f : fs_load_f32(bias, dtype, (at + j) % width);
+    }
 }
 
 static inline size_t

@@ -7,11 +7,18 @@ static __global__ void
 swiglu_kernel(fs_swiglu op)
 {
     size_t n = op.rows * op.width;
-    for (size_t at = first_element(); at < n; at += element_stride()) {
-        size_t i = at % op.width;
-        float g = fs_load_f32(op.gate, op.dtype, at) + bias_at(op.gate_bias, op.dtype, i);
-        float u = fs_load_f32(op.up, op.dtype, at) + bias_at(op.up_bias, op.dtype, i);
-        fs_store_f32(op.act, op.dtype, at, g / (1.0f + fs_exp_f32(-g)) * u);
+    for (size_t at = fs_first_four(); at < n; at += fs_stride_fours()) {
+        unsigned four = fs_four_of(n, at);
+        float gate[FS_FOUR], up[FS_FOUR], gate_bias[FS_FOUR], up_bias[FS_FOUR], act[FS_FOUR];
+        fs_load_four(gate, op.gate, op.dtype, at, four);
+        fs_load_four(up, op.up, op.dtype, at, four);
+        bias_four(gate_bias, op.gate_bias, op.dtype, op.width, at, four);
+        bias_four(up_bias, op.up_bias, op.dtype, op.width, at, four);
+        for (unsigned j = 0; j < four; j++) {
+            float g = gate[j] + gate_bias[j], u = up[j] + up_bias[j];
+            act[j] = g / (1.0f + fs_exp_f32(-g)) * u;
+        }
+        fs_store_four(op.act, op.dtype, at, act, four);
     }
 }
 
@@ -19,16 +26,25 @@ static __global__ void
 swiglu_grad_kernel(fs_swiglu op)
 {
     size_t n = op.rows * op.width;
-    for (size_t at = first_element(); at < n; at += element_stride()) {
-        size_t i = at % op.width;
-        float g = fs_load_f32(op.gate, op.dtype, at) + bias_at(op.gate_bias, op.dtype, i);
-        float u = fs_load_f32(op.up, op.dtype, at) + bias_at(op.up_bias, op.dtype, i);
-        float d = fs_load_f32(op.act, op.dtype, at);
-        float s = 1.0f / (1.0f + fs_exp_f32(-g));
-        float silu = g * s;
-        fs_store_f32(op.gate, op.dtype, at, d * u * (s + silu * (1.0f - s)));
-        fs_store_f32(op.up, op.dtype, at, d * silu);
-        fs_store_f32(op.act, op.dtype, at, silu * u);
+    for (size_t at = fs_first_four(); at < n; at += fs_stride_fours()) {
+        unsigned four = fs_four_of(n, at);
+        float gate[FS_FOUR], up[FS_FOUR], gate_bias[FS_FOUR], up_bias[FS_FOUR], act[FS_FOUR];
+        fs_load_four(gate, op.gate, op.dtype, at, four);
+        fs_load_four(up, op.up, op.dtype, at, four);
+        fs_load_four(act, op.act, op.dtype, at, four);
+        bias_four(gate_bias, op.gate_bias, op.dtype, op.width, at, four);
+        bias_four(up_bias, op.up_bias, op.dtype, op.width, at, four);
+        for (unsigned j = 0; j < four; j++) {
+            float g = gate[j] + gate_bias[j], u = up[j] + up_bias[j], d = act[j];
+            float s = 1.0f / (1.0f + fs_exp_f32(-g));
+            float silu = g * s;
+            gate[j] = d * u * (s + silu * (1.0f - s));
+            up[j] = d * silu;
+            act[j] = silu * u;
+        }
+        fs_store_four(op.gate, op.dtype, at, gate, four);
+        fs_store_four(op.up, op.dtype, at, up, four);
+        fs_store_four(op.act, op.dtype, at, act, four);
     }
 }
 
@@ -49,7 +65,8 @@ launch_swiglu(fs_cuda_stream stream, const fs_swiglu *op, bool back)
         touched.reads(op->gate, nbytes).reads(op->up, nbytes);
     }
     auto kernel = back ? swiglu_grad_kernel : swiglu_kernel;
-    FS_LAUNCH(kernel, fs_cuda_blocks(n, ELEMENT_THREADS), ELEMENT_THREADS, 0, stream, touched, *op);
+    FS_LAUNCH(kernel, fs_cuda_blocks(n, FS_FOUR * ELEMENT_THREADS), ELEMENT_THREADS, 0, stream,
+              touched, *op);
     return fs_cuda_launched(what);
 }
 

@@ -33,21 +33,22 @@ fs_cuda_embed(fs_cuda_stream stream, const fs_embed *op)
     return fs_cuda_launched("embed");
 }
 
+/* A block an id. */
 static __global__ void
 embed_grad_kernel(fs_embed_grad op)
 {
-    size_t n = op.vocab * op.width;
-    for (size_t at = first_element(); at < n; at += element_stride()) {
-        size_t id = at / op.width, column = at % op.width;
-        if (op.add && op.first[id] == op.first[id + 1]) {
-            continue; /* most of the table, mostly */
+    for (size_t id = blockIdx.x; id < op.vocab; id += gridDim.x) {
+        int32_t begin = op.first[id], end = op.first[id + 1];
+        float *row = op.dtable + id * op.width;
+        /* Most ids did not occur, mostly: nothing to add. */
+        for (size_t i = threadIdx.x; (begin < end || !op.add) && i < op.width; i += blockDim.x) {
+            float sum = op.add ? row[i] : 0.0f;
+            for (int32_t s = begin; s < end; s++) {
+                size_t from = (size_t)op.sorted[s] * op.width + i;
+                sum = sum + op.scale * fs_load_f32(op.dy, op.dtype, from);
+            }
+            row[i] = sum;
         }
-        float sum = op.add ? op.dtable[at] : 0.0f;
-        for (int32_t s = op.first[id]; s < op.first[id + 1]; s++) {
-            size_t from = (size_t)op.sorted[s] * op.width + column;
-            sum = sum + op.scale * fs_load_f32(op.dy, op.dtype, from);
-        }
-        op.dtable[at] = sum;
     }
 }
 
@@ -59,8 +60,7 @@ fs_cuda_embed_grad(fs_cuda_stream stream, const fs_embed_grad *op)
     if (op->vocab == 0 || op->width == 0) {
         return FS_OK;
     }
-    FS_LAUNCH(embed_grad_kernel, fs_cuda_blocks(op->vocab * op->width, ELEMENT_THREADS),
-              ELEMENT_THREADS, 0, stream,
+    FS_LAUNCH(embed_grad_kernel, fs_cuda_blocks(op->vocab, 1), ELEMENT_THREADS, 0, stream,
               fs_touched()
                   .reads(op->first, (op->vocab + 1) * sizeof(int32_t))
                   .reads(op->sorted, op->rows * sizeof(int32_t))
@@ -92,28 +92,46 @@ share_lanes(float *lanes, float lane)
     return sum_lanes(lanes);
 }
 
+/* sum = x + alpha * (branch + bias) for n elements from i on of the row that begins at row. */
+FS_DEVICE_FN void
+add_branch(const fs_norm *op, size_t row, size_t i, unsigned n)
+{
+    float x[FS_FOUR], extra[FS_FOUR], bias[FS_FOUR];
+    fs_load_four(x, op->x, op->dtype, row + i, n);
+    fs_load_four(extra, op->branch, op->dtype, row + i, n);
+    if (op->bias != NULL) {
+        fs_load_four(bias, op->bias, op->dtype, i, n);
+    }
+    for (unsigned j = 0; j < n; j++) {
+        extra[j] = op->bias != NULL ? extra[j] + bias[j] : extra[j];
+        x[j] = x[j] + op->alpha * extra[j];
+    }
+    fs_store_four(op->sum, op->dtype, row + i, x, n);
+}
+
 /* A block a row. */
 static __global__ void
 norm_kernel(fs_norm op)
 {
     float *tile = (float *)(void *)fs_shared_memory(); /* ROW_TILE_N */
     float *lanes = tile + ROW_TILE_N;                  /* FS_LANES */
-    size_t width = op.width;
+    size_t width = op.width, first = FS_FOUR * threadIdx.x, stride = FS_FOUR * blockDim.x;
     const void *in = op.branch != NULL ? op.sum : op.x;
     for (size_t r = blockIdx.x; r < op.rows; r += gridDim.x) {
         size_t row = r * width;
         float lane = 0.0f;
         for (size_t at = 0; at < width; at += ROW_TILE_N) {
             size_t n = width - at < ROW_TILE_N ? width - at : ROW_TILE_N;
-            for (size_t i = at + threadIdx.x; i < at + n; i += blockDim.x) {
+            for (size_t i = at + first; i < at + n; i += stride) {
+                unsigned four = fs_four_of(at + n, i);
+                float x[FS_FOUR];
                 if (op.branch != NULL) {
-                    float extra = fs_load_f32(op.branch, op.dtype, row + i);
-                    extra = op.bias != NULL ? extra + fs_load_f32(op.bias, op.dtype, i) : extra;
-                    fs_store_f32(op.sum, op.dtype, row + i,
-                                 fs_load_f32(op.x, op.dtype, row + i) + op.alpha * extra);
+                    add_branch(&op, row, i, four);
                 }
-                float x = fs_load_f32(in, op.dtype, row + i);
-                tile[i - at] = x * x;
+                fs_load_four(x, in, op.dtype, row + i, four);
+                for (unsigned j = 0; j < four; j++) {
+                    tile[i - at + j] = x[j] * x[j];
+                }
             }
             take_tile(&lane, tile, n);
         }
@@ -122,10 +140,15 @@ norm_kernel(fs_norm op)
         if (threadIdx.x == 0) {
             op.rstd[r] = rstd;
         }
-        for (size_t i = threadIdx.x; i < width; i += blockDim.x) {
-            fs_store_f32(op.out, op.dtype, row + i,
-                         fs_load_f32(in, op.dtype, row + i) * rstd *
-                             fs_load_f32(op.weight, op.dtype, i));
+        for (size_t i = first; i < width; i += stride) {
+            unsigned four = fs_four_of(width, i);
+            float x[FS_FOUR], weight[FS_FOUR];
+            fs_load_four(x, in, op.dtype, row + i, four);
+            fs_load_four(weight, op.weight, op.dtype, i, four);
+            for (unsigned j = 0; j < four; j++) {
+                x[j] = x[j] * rstd * weight[j];
+            }
+            fs_store_four(op.out, op.dtype, row + i, x, four);
         }
         __syncthreads();
     }
@@ -179,30 +202,43 @@ norm_grad_kernel(fs_norm_grad op)
 {
     float *tile = (float *)(void *)fs_shared_memory(); /* ROW_TILE_N */
     float *lanes = tile + ROW_TILE_N;                  /* FS_LANES */
-    size_t width = op.width;
+    size_t width = op.width, first = FS_FOUR * threadIdx.x, stride = FS_FOUR * blockDim.x;
     for (size_t r = blockIdx.x; r < op.rows; r += gridDim.x) {
         size_t row = r * width;
         float rstd = op.rstd[r], lane = 0.0f;
         for (size_t at = 0; at < width; at += ROW_TILE_N) {
             size_t n = width - at < ROW_TILE_N ? width - at : ROW_TILE_N;
-            for (size_t i = at + threadIdx.x; i < at + n; i += blockDim.x) {
-                tile[i - at] = fs_load_f32(op.dy, op.dtype, row + i) *
-                               fs_load_f32(op.weight, op.dtype, i) *
-                               fs_load_f32(op.x, op.dtype, row + i);
+            for (size_t i = at + first; i < at + n; i += stride) {
+                unsigned four = fs_four_of(at + n, i);
+                float x[FS_FOUR], dy[FS_FOUR], weight[FS_FOUR];
+                fs_load_four(x, op.x, op.dtype, row + i, four);
+                fs_load_four(dy, op.dy, op.dtype, row + i, four);
+                fs_load_four(weight, op.weight, op.dtype, i, four);
+                for (unsigned j = 0; j < four; j++) {
+                    tile[i - at + j] = dy[j] * weight[j] * x[j];
+                }
             }
             take_tile(&lane, tile, n);
         }
         /* With n = x * rstd: dx = rstd * (dn - n * mean(dn * n)). */
         double mean = share_lanes(lanes, lane) * (double)rstd / (double)width;
         float back = (float)(mean * (double)rstd * (double)rstd);
-        for (size_t i = threadIdx.x; i < width; i += blockDim.x) {
-            float x = fs_load_f32(op.x, op.dtype, row + i);
-            float dy = fs_load_f32(op.dy, op.dtype, row + i);
-            float weight = fs_load_f32(op.weight, op.dtype, i);
-            float here = rstd * (dy * weight) - x * back;
-            here = op.dx_add ? fs_load_f32(op.dx, op.dtype, row + i) + here : here;
-            fs_store_f32(op.dx, op.dtype, row + i, here);
-            fs_store_f32(op.dy, op.dtype, row + i, x * rstd * weight);
+        for (size_t i = first; i < width; i += stride) {
+            unsigned four = fs_four_of(width, i);
+            float x[FS_FOUR], dy[FS_FOUR], weight[FS_FOUR], dx[FS_FOUR];
+            fs_load_four(x, op.x, op.dtype, row + i, four);
+            fs_load_four(dy, op.dy, op.dtype, row + i, four);
+            fs_load_four(weight, op.weight, op.dtype, i, four);
+            if (op.dx_add) {
+                fs_load_four(dx, op.dx, op.dtype, row + i, four);
+            }
+            for (unsigned j = 0; j < four; j++) {
+                float here = rstd * (dy[j] * weight[j]) - x[j] * back;
+                dx[j] = op.dx_add ? dx[j] + here : here;
+                dy[j] = x[j] * rstd * weight[j];
+            }
+            fs_store_four(op.dx, op.dtype, row + i, dx, four);
+            fs_store_four(op.dy, op.dtype, row + i, dy, four);
         }
         __syncthreads();
     }
