@@ -4,6 +4,7 @@
 #include "../base/cpu.h"
 #include "../device/device.h"
 #include "../device/measure.h"
+#include "py_world.h"
 
 static fs_status
 measure(double seconds, Py_ssize_t threads, double *out_flops)
@@ -38,10 +39,38 @@ gemm_flops(PyObject *Py_UNUSED(module), PyObject *args)
     return st == FS_OK ? PyFloat_FromDouble(flops) : fs_raise(st, NULL);
 }
 
+static PyObject *
+world_gemm_flops(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *object, *name;
+    double seconds, flops = 0.0;
+    fs_dtype dtype;
+    fs_status st = FS_OK;
+    if (!PyArg_ParseTuple(args, "OOd:world_gemm_flops", &object, &name, &seconds) ||
+        fs_dtype_take(name, &dtype) < 0) {
+        return NULL;
+    }
+    fs_world *world = fs_py_world_get(object);
+    if (world == NULL) {
+        return NULL;
+    }
+    const fs_exec *exec = fs_world_exec(world);
+    if (exec->context == NULL || !fs_dtype_is_float(dtype) || dtype == FS_F64 ||
+        !(seconds >= 0.0 && seconds <= 60.0)) {
+        return PyErr_Format(PyExc_ValueError, "world_gemm_flops: expected a world on a device, a "
+                                              "dtype it multiplies, and 0 to 60 seconds");
+    }
+    FS_CALL(world, st, fs_device_gemm_measure(exec, dtype, seconds, &flops));
+    return st == FS_OK ? PyFloat_FromDouble(flops) : fs_raise(st, world);
+}
+
 static PyMethodDef functions[] = {
     {"gemm_flops", gemm_flops, METH_VARARGS,
      "gemm_flops($module, seconds, threads, /)\n--\n\n"
      "Best sgemm rate of this many threads within the seconds, FLOP/s."},
+    {"world_gemm_flops", world_gemm_flops, METH_VARARGS,
+     "world_gemm_flops($module, world, dtype, seconds, /)\n--\n\n"
+     "Best rate of products of the dtype on the device of a world, FLOP/s."},
     {NULL, NULL, 0, NULL},
 };
 

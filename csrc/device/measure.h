@@ -1,4 +1,5 @@
-/* What the cores reach in matrix products: the denominator of model FLOP utilisation. */
+/* What the cores, or a device, reach in matrix products: the denominator of model FLOP
+ * utilisation. */
 #ifndef FS_DEVICE_MEASURE_H
 #define FS_DEVICE_MEASURE_H
 
@@ -8,5 +9,10 @@
  * FLOP/s. Holds about 3 MB while it runs. FS_ESTATE before fs_gemm_load. */
 FS_NODISCARD fs_status
 fs_gemm_measure(const fs_exec *exec, double seconds, double *out_flops);
+
+/* The same on the device of exec: square products of dtype (fp32, bf16, fp16), as large as takes a
+ * while, up to 8192, summed in fp32. For nobody else's use of exec meanwhile. */
+FS_NODISCARD fs_status
+fs_device_gemm_measure(const fs_exec *exec, fs_dtype dtype, double seconds, double *out_flops);
 
 #endif

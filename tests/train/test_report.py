@@ -30,7 +30,7 @@ pytestmark = pytest.mark.quick
 
 
 def test_median_leaves_out_the_first_two_steps() -> None:
-    meter = Meter(1_000_000, 12e9)
+    meter = Meter(1_000_000, 12e9, "as measured")
     assert meter.tokens_per_second is None and meter.step_ms is None
     meter.add(10.0, 100)
     assert meter.tokens_per_second == 10.0
@@ -40,7 +40,7 @@ def test_median_leaves_out_the_first_two_steps() -> None:
     assert meter.step_ms == pytest.approx(200.0)
     assert meter.mfu(500.0) == pytest.approx(6 * 1e6 * 500 / 12e9)
     assert "6 x 1,000,000 parameters x tokens/s / 12 GFLOP/s" in meter.formula()
-    assert math.isnan(Meter(1, 0.0).mfu(1.0))
+    assert math.isnan(Meter(1, 0.0, "").mfu(1.0))
 
 
 def test_metrics_are_cut_where_a_run_resumes(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
         help="an fsdp_config, a DeepSpeed JSON or an Accelerate YAML: what it says is the default "
         "of the options below",
     )
+    add(ranks, "--device", "cpu, cuda (each rank on the GPU of its number) or cuda:N", metavar="D")
     add(ranks, "--threads", "compute threads of a rank (default: its share of the cores)", type=int)
     add(ranks, "--stage", "0: everything whole, 1: state sharded, 2: gradients too, 3: weights too")
     add(ranks, "--gather", "auto, view (one copy of the weights on the host) or copy")
@@ -266,7 +267,9 @@ def check_before(config: TrainConfig, ranks: int) -> None:
 def train_threads(config: TrainConfig, ranks: int) -> TrainResult:
     """Ranks that are threads of this process; this thread takes the signals for all of them."""
     with StopRequest(config.save_on) as stop:
-        world = flatshard.local_world(ranks, timeout=THREADS_TIMEOUT_S, threads=config.threads)
+        world = flatshard.local_world(
+            ranks, timeout=THREADS_TIMEOUT_S, threads=config.threads, device=config.device
+        )
         results = world.run(lambda one: train(config, world=one, stop=stop))
     return results[0]
 

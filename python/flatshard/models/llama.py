@@ -174,7 +174,8 @@ class Llama:
         taken = take_groups(groups)
         parameters, units = define(config, frozen=frozen, groups=taken)
         policy = resolve(world.size, sharding=sharding, precision=precision, device=world.device)
-        blas.load()
+        if world.device == "cpu":
+            blas.load()
         self.shards = Shards(world, parameters=parameters, units=units, policy=policy, groups=taken)
         self.params = sum(p.numel for p in parameters)
         try:

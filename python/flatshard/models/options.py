@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import _device
 from ..errors import ConfigError
 from ..policy import PRESETS
 
@@ -52,6 +53,8 @@ class TrainConfig:
         See :func:`flatshard.models.data.tokens`. The seed also decides the initial weights.
     out : str
         Folder of the run: checkpoints, ``metrics.jsonl``, ``loss.png``, ``model/``.
+    device : str
+        Where ranks compute: ``cpu``, ``cuda`` (each on the GPU of its number) or ``cuda:N``.
     stage, gather, partition, precision
         See :class:`flatshard.Sharding` and the presets of precision.
     batch, length, accumulate : int
@@ -99,6 +102,7 @@ class TrainConfig:
     cache: str | None = _free(None)
     holdout: float = 0.05
     seed: int = 0
+    device: str = _free("cpu")
     stage: int = _free(3)
     gather: str = _free("auto")
     partition: str = _free("flat")
@@ -141,6 +145,14 @@ class TrainConfig:
                 )
             if value not in choices:
                 raise ConfigError(f"{name} {value!r}: expected one of {_listed(choices)}")
+        try:
+            kind, _ = _device.parse(self.device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if kind != "cpu" and self.gather == "view":
+            raise ConfigError(
+                f"gather 'view' shares weights in host memory; on device {self.device!r} use 'copy'"
+            )
         for name in ("batch", "length", "accumulate", "steps", "keep", "eval_sequences"):
             self._at_least(name, 1)
         for name in ("save_every", "eval_every", "sample_tokens", "check_every"):

@@ -68,7 +68,8 @@ class StepReport:
     tokens_per_second, step_ms : float
         Of this step.
     mfu : float
-        6 x parameters x tokens per second over the measured sgemm rate of all ranks.
+        6 x parameters x tokens per second over the rate of products of all ranks: on a CPU as
+        measured, on a GPU its documented peak where one is known.
     memory : int
         Bytes this rank holds.
     """
@@ -95,11 +96,13 @@ class Meter:
     params : int
         Parameters of the model.
     flops : float
-        What the cores of all ranks reach in sgemm together, FLOP/s.
+        What all ranks reach in matrix products together, FLOP/s.
+    source : str
+        Where that figure is from.
     """
 
-    def __init__(self, params: int, flops: float) -> None:
-        self.params, self.flops = params, flops
+    def __init__(self, params: int, flops: float, source: str) -> None:
+        self.params, self.flops, self.source = params, flops, source
         self._seconds: list[float] = []
         self._tokens: list[int] = []
         self._recent: deque[tuple[float, int]] = deque(maxlen=8)
@@ -137,7 +140,7 @@ class Meter:
         """The sentence that says what MFU means here."""
         return (
             f"MFU is 6 x {self.params:,} parameters x tokens/s / {self.flops / 1e9:.0f} GFLOP/s, "
-            "the sgemm rate measured on the same cores at start"
+            f"{self.source}"
         )
 
 

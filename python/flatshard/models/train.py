@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 import flatshard
 
-from .. import blas, schedule
+from .. import schedule
 from ..errors import ConfigError
 from ..policy import Gather, Partition
 from . import data
@@ -25,6 +25,7 @@ from .config import has_weights, load_config
 from .folder import RunFolder
 from .llama import Llama
 from .options import TrainConfig
+from .rates import rate
 from .report import (
     Display,
     Meter,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["TrainConfig", "TrainResult", "train"]
 
 NO_DECAY = ("*norm*", "*.bias")  # what AdamW leaves undecayed, as patterns of names
-GEMM_SECONDS = 0.2
 WORDS_MOST = 1 << 26  # tokens of the largest corpus in which a sample's words are looked up
 WORDS_PIECE = 1 << 20
 
@@ -128,7 +128,7 @@ def train(
     ----------
     config : TrainConfig
     world : World, optional
-        Default: ``flatshard.init()``.
+        Default: ``flatshard.init(device=config.device)``.
     stop : StopRequest, optional
         Asked after every step. Default: one that notes Ctrl-C and ``config.save_on`` while this
         runs.
@@ -156,7 +156,8 @@ def train(
     batch a rank has no memory is skipped on every rank (``Optimizer.skip``), and counted.
     """
     config.check()
-    world = flatshard.init(threads=config.threads) if world is None else world
+    if world is None:
+        world = flatshard.init(device=config.device, threads=config.threads)
     # One that was given is entered, and left, by whoever gave it.
     with StopRequest(config.save_on) if stop is None else nullcontext(stop) as asked:
         run = _Run(config, world, asked, on_step, on_eval, on_save)
@@ -217,7 +218,7 @@ class _Run:
         self.steps_skipped = 0
         self.metrics: Metrics | None = None
         self.display: Display | None = None
-        self.meter = Meter(0, 0.0)  # of nothing, until the model is there
+        self.meter = Meter(0, 0.0, "")  # of nothing, until the model is there
         self.params: int | None = None
         # What has happened so far; kept in the checkpoint's user data.
         self.step = 0
@@ -324,7 +325,7 @@ class _Run:
         self.params = self.model.params
         self.optimizer = self.make_optimizer(self.model)
         self.rate = self.make_schedule()
-        self.meter = Meter(self.params, self.gemm_rate())
+        self.meter = Meter(self.params, *rate(world, self.model.shards.policy.precision.param))
 
     def make_optimizer(self, model: Llama) -> Optimizer:
         config = self.config
@@ -350,12 +351,6 @@ class _Run:
         shape = schedule.linear if config.schedule == "linear" else schedule.cosine
         return shape(config.lr, warmup=config.warmup_steps, total=config.steps)
 
-    def gemm_rate(self) -> float:
-        """What all ranks reach in sgemm at the same time, FLOP/s."""
-        self.world.barrier()
-        mine = blas.flops(threads=self.world.threads, seconds=GEMM_SECONDS)
-        return float(self.world.all_reduce(mine))
-
     def resume(self) -> None:
         if not self.config.resume:
             return
@@ -374,8 +369,8 @@ class _Run:
         config, world, corpus = self.config, self.world, self.train_data.corpus
         note = self.note
         note(
-            f"model   {config.model}: {self.params:,} parameters; {world.size} rank(s), stage "
-            f"{config.stage}, {config.precision}, {config.partition}"
+            f"model   {config.model}: {self.params:,} parameters; {world.size} rank(s) on "
+            f"{config.device}, stage {config.stage}, {config.precision}, {config.partition}"
         )
         held = self.heldout.token_count if self.heldout else 0
         note(
