@@ -148,11 +148,12 @@ layer_gathered(fs_llama *llama, size_t layer, const fs_unit_weights *weights, bo
 }
 
 fs_status
-fs_llama_layer_backward(fs_llama *llama, size_t layer, bool keep_local)
+fs_llama_layer_backward(fs_llama *llama, size_t layer, int next, bool keep_local)
 {
     fs_unit_weights weights;
     FS_TRY(fs_llama_gather(llama, fs_llama_layer_unit(layer), 0, &weights));
-    fs_status st = layer_gathered(llama, layer, &weights, keep_local);
+    fs_status st = next >= 0 ? fs_unit_prefetch(llama->shards, next) : FS_OK;
+    st = st != FS_OK ? st : layer_gathered(llama, layer, &weights, keep_local);
     fs_status released = fs_llama_release(llama, &weights);
     return st == FS_OK ? released : st;
 }

@@ -174,6 +174,7 @@ fs_llama_body_forward(fs_llama *llama)
     for (size_t layer = 0; layer < llama->config.num_hidden_layers; layer++) {
         fs_unit_weights weights;
         FS_TRY(fs_llama_gather(llama, fs_llama_layer_unit(layer), 0, &weights));
+        FS_TRY(fs_unit_prefetch(llama->shards, fs_llama_layer_unit(layer) + 1)); /* or the head */
         fs_norm norm = norm_before(llama, layer, at->layers[layer].x);
         fs_llama_layer_forward(llama, layer, &weights, &norm, false);
         FS_TRY(fs_llama_release(llama, &weights));
@@ -353,7 +354,10 @@ fs_llama_head(fs_llama *llama, fs_head_call *call)
         st = fs_llama_gather(llama, 0, llama->layout->units[unit].numel, &table);
     }
     if (st == FS_OK) {
-        st = head_gathered(llama, call, &weights, &table);
+        /* Backward begins at the last layer. */
+        st = call->sink != NULL && call->input_grad ? fs_unit_prefetch(llama->shards, unit - 1)
+                                                    : FS_OK;
+        st = st != FS_OK ? st : head_gathered(llama, call, &weights, &table);
         if (tied) {
             fs_status released = fs_llama_release(llama, &table);
             st = st == FS_OK ? released : st;

@@ -277,8 +277,10 @@ backward(fs_llama *llama, bool keep_local)
     FS_TRY(fs_llama_head(llama, &call));
     FS_TRY(fs_sink_publish(llama, &head, keep_local));
     for (size_t layer = llama->config.num_hidden_layers; layer-- > 0;) {
-        if (fs_llama_layer_unit(layer) >= first) {
-            FS_TRY(fs_llama_layer_backward(llama, layer, keep_local));
+        int unit = fs_llama_layer_unit(layer);
+        if (unit >= first) {
+            int next = layer > 0 && unit - 1 >= first ? unit - 1 : -1;
+            FS_TRY(fs_llama_layer_backward(llama, layer, next, keep_local));
         }
     }
     if (first > 0) {

@@ -297,8 +297,8 @@ typedef struct fs_head_call {
 FS_NODISCARD fs_status
 fs_llama_head(fs_llama *llama, fs_head_call *call);
 
-/* Backward of one layer: at.dx in and out. */
+/* Backward of one layer: at.dx in and out. next: the unit that is gathered after it, or -1. */
 FS_NODISCARD fs_status
-fs_llama_layer_backward(fs_llama *llama, size_t layer, bool keep_local);
+fs_llama_layer_backward(fs_llama *llama, size_t layer, int next, bool keep_local);
 
 #endif
