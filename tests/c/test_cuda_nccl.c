@@ -1,10 +1,10 @@
 // sanitizers: tsan
 // needs: c++
+// stand-in only
 /* The engine of NCCL, over a stand-in for it: ranks are threads, each with a stand-in device. What
  * moved is compared byte by byte; what goes wrong must end, and say so. */
 #define _GNU_SOURCE
 #include <math.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,11 +12,8 @@
 #include "../cudasim/sim.h"
 #include "cuda/device.h"
 #include "cuda/nccl.h"
-#include "device/plugin.h"
 #include "ends.h"
 #include "ranks.h"
-
-const fs_device *fs_plugin_get(const fs_plugin_host *host);
 
 #define DEVICE_NBYTES ((size_t)1 << 22)
 
@@ -375,106 +372,6 @@ test_moves(void)
             CHECK(SIZES[s] < 3 || shared.out_of_order > 0,
                   "%d ranks: sums in rank order, which nobody may count on", SIZES[s]);
         }
-    }
-}
-
-// ---- as the device table has it -----------------------------------------------------------------
-
-static const fs_device *table;
-
-/* Two engines on the streams of a context: gathered, doubled by an operation, sent back. */
-static void
-use_table(fs_world *world, void *ctx)
-{
-    enum { N = 300 };
-    shared_case *shared = ctx;
-    const fs_runtime *runtime = table->runtime;
-    const fs_engine_ops *ops = runtime->engine;
-    int rank = fs_world_rank(world), size = fs_world_size(world);
-    size_t nbytes = N * sizeof(float), all = (size_t)size * nbytes;
-    fs_engine_open open = {.rank = rank, .size = size, .patience = ask_world};
-    fs_engine *engines[2];
-    fs_event *event;
-    fs_context *context;
-    void *memory, *pinned;
-    open.patience_ctx = world;
-    CHECK_OK(runtime->context_open(rank, &context));
-    if (rank == 0) {
-        CHECK_OK(ops->make_id(&shared->id[0]));
-        CHECK_OK(ops->make_id(&shared->id[1]));
-    }
-    meet(world);
-    for (int c = 0; c < 2; c++) {
-        open.name = c == 0 ? "gather" : "reduce";
-        open.id = shared->id[c];
-        CHECK_OK(ops->open(context, &open, &engines[c]));
-    }
-    CHECK_OK(runtime->event_open(context, &event));
-    CHECK_OK(runtime->memory_open(context, "test", 2 * all, &memory));
-    CHECK_OK(runtime->pinned_open(context, all, &pinned));
-    float *device = memory, *host = pinned;
-    fs_exec gather = {.device = table, .context = context, .stream = FS_STREAM_GATHER};
-    fs_exec reduce = {.device = table, .context = context, .stream = FS_STREAM_REDUCE};
-    fs_engine_piece pieces[8];
-    fs_engine_part sends[8], receives[8];
-    for (int r = 0; r < size; r++) {
-        float *at = device + r * N;
-        pieces[r] = (fs_engine_piece){r, at, at, nbytes};
-        sends[r] = (fs_engine_part){r, at, nbytes};
-        receives[r] = (fs_engine_part){r, device + (size + r) * N, nbytes};
-    }
-    for (size_t i = 0; i < N; i++) {
-        host[(size_t)rank * N + i] = (float)(rank + 1) + (float)i;
-    }
-    runtime->copy(&gather, device + rank * N, host + rank * N, nbytes);
-    CHECK_OK(ops->gather(engines[0], &gather, pieces, (size_t)size));
-    runtime->record(&gather, event);
-    runtime->after(&reduce, event);
-    table->combine(&reduce, FS_SUM, FS_F32, device, device, (size_t)size * N);
-    CHECK_OK(ops->alltoall(engines[1], &reduce, sends, (size_t)size, receives, (size_t)size));
-    runtime->copy(&reduce, host, device + size * N, all);
-    runtime->record(&reduce, event);
-    while (!runtime->is_done(context, event)) {
-        CHECK_OK(ops->check(engines[0]));
-        CHECK_OK(ops->check(engines[1]));
-        sched_yield();
-    }
-    for (size_t i = 0; i < (size_t)size * N; i++) {
-        float wanted = 2.0f * ((float)(rank + 1) + (float)(i % N));
-        CHECK(host[i] == wanted, "rank %d, element %zu is %g, not %g", rank, i, (double)host[i],
-              (double)wanted);
-    }
-    CHECK_OK(ops->reduce_scatter(engines[1], &reduce, FS_F32, device, N, device + size * N));
-    runtime->copy(&reduce, host, device + size * N, nbytes);
-    runtime->record(&reduce, event);
-    while (!runtime->is_done(context, event)) {
-        sched_yield();
-    }
-    for (size_t i = 0; i < N; i++) {
-        float wanted = 2.0f * (float)size * ((float)(rank + 1) + (float)i);
-        CHECK(host[i] == wanted, "rank %d, element %zu is %g, not %g", rank, i, (double)host[i],
-              (double)wanted);
-    }
-    meet(world);
-    ops->close(engines[0]);
-    ops->abort(engines[1]);
-    CHECK_STATUS(ops->alltoall(engines[1], &reduce, NULL, 0, NULL, 0), FS_ESTATE);
-    ops->close(engines[1]);
-    CHECK_OK(runtime->check(context));
-    runtime->pinned_close(context, pinned);
-    runtime->memory_close(context, memory, 2 * all);
-    runtime->event_close(context, event);
-    runtime->context_close(context);
-}
-
-static void
-test_table(void)
-{
-    for (uint64_t seed = 1; seed <= 10; seed++) {
-        shared_case shared = {.seed = seed};
-        fs_sim_reset(seed, FS_SIM_SHUFFLED, (size_t)1 << 26);
-        run_ranks(1 + (int)(seed % 4), use_table, &shared);
-        CHECK(fs_sim_communicators() == 0, "%zu communicators left", fs_sim_communicators());
     }
 }
 
@@ -860,12 +757,9 @@ test_loading(void)
 int
 main(void)
 {
-    const fs_plugin_host host = {FS_PLUGIN_ABI, sizeof host, fs_status_here, {NULL, NULL}};
-    table = fs_plugin_get(&host);
     test_loading();
     test_ends(); /* first: a child has none of its parent's threads */
     test_moves();
-    test_table();
     test_peer_never_comes();
     test_failures();
     test_wrong_calls();

@@ -206,6 +206,7 @@ STAGES = [
     Stage("build", 150, "the extension, and libfs_cuda.so for this chip alone", build),
     Stage("kernels", 75, "every kernel has the CPU's bits", lambda p: c_tests(*kernel_tests())(p)),
     Stage("device", 20, "memory, streams, events", c_tests("test_cuda_device")),
+    Stage("nccl", 30, "one communicator and two, on every GPU", c_tests("test_cuda_engine")),
     Stage("train", 45, "30 steps beside the CPU's losses", check("train")),
     Stage("bench-ops", 45, "step, sum, products against copy and torch", bench("ops")),
     Stage("bench-attention", 30, "attention against torch", bench("attention")),
