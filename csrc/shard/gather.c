@@ -77,13 +77,26 @@ pull_unit(fs_shards *shards, int unit, unsigned char *buffer, bool but_kept)
  * wait for ever, or mix them up. So each says in world memory what it gathers before it does, and
  * looks at what the others said of the same number: of two that differ the later one sees it. */
 #define TALK_UNIT_BITS 24
+#define TALK_EXCHANGE_BITS 8
+#define TALK_NUMBER_BITS (64 - TALK_UNIT_BITS - TALK_EXCHANGE_BITS)
 
+static uint64_t
+low_bits(uint64_t x, int bits)
+{
+    return x & ((UINT64_C(1) << bits) - 1);
+}
+
+/* -1: the rank has not come to it yet. *out_exchanges: how many it began before, the last bits. */
 static int
-unit_of_gather(const fs_shards *shards, int rank, uint64_t number)
+unit_of_gather(const fs_shards *shards, int rank, uint64_t number, uint64_t *out_exchanges)
 {
     const fs_talk *talk = shards->blocks[rank].talk;
     uint64_t said = atomic_load(&talk->gathers[number % FS_TALK_GATHERS]);
-    return said >> TALK_UNIT_BITS == number + 1 ? (int)(said & ((1u << TALK_UNIT_BITS) - 1)) : -1;
+    *out_exchanges = low_bits(said, TALK_EXCHANGE_BITS);
+    said >>= TALK_EXCHANGE_BITS;
+    return said >> TALK_UNIT_BITS == low_bits(number + 1, TALK_NUMBER_BITS)
+               ? (int)low_bits(said, TALK_UNIT_BITS)
+               : -1;
 }
 
 /* Is nobody so far behind that what it has still to compare would be overwritten? */
@@ -108,13 +121,15 @@ say_gather(fs_shards *shards, int unit)
     if (!is_near(shards)) {
         FS_TRY(fs_wait(shards->world, is_near, shards, 0));
     }
+    uint64_t entry = low_bits(number + 1, TALK_NUMBER_BITS) << TALK_UNIT_BITS | (uint64_t)unit;
     atomic_store(&talk->gathers[number % FS_TALK_GATHERS],
-                 (number + 1) << TALK_UNIT_BITS | (uint64_t)unit);
+                 entry << TALK_EXCHANGE_BITS | low_bits(shards->red, TALK_EXCHANGE_BITS));
     atomic_store(&talk->gathers_n, number + 1);
     shards->streams->gathers_n = number + 1;
     fs_bell(shards->world);
     for (int r = 0; r < shards->size; r++) {
-        int other = unit_of_gather(shards, r, number);
+        uint64_t exchanges;
+        int other = unit_of_gather(shards, r, number, &exchanges);
         if (other >= 0 && other != unit) {
             fs_status st = FS_FAIL(
                 FS_EINVAL,
@@ -225,24 +240,17 @@ fs_unit_prefetch(fs_shards *shards, int u)
 }
 
 fs_status
-fs_gather_follow(fs_shards *shards)
+fs_gather_follow(fs_shards *shards, int peer, bool *out_found)
 {
-    for (bool found = true; found;) {
-        found = false;
-        for (int r = 0; r < shards->size && !found; r++) {
-            int u = unit_of_gather(shards, r, shards->streams->gathers_n);
-            if (u < 0) {
-                continue;
-            }
-            int chosen = choose_buffer(shards, u, true);
-            if (chosen < 0) {
-                return pool_is_full(shards, u);
-            }
-            FS_TRY(fill_buffer(shards, u, &shards->pool[chosen]));
-            found = true;
-        }
+    uint64_t exchanges;
+    int u = unit_of_gather(shards, peer, shards->streams->gathers_n, &exchanges);
+    *out_found = u >= 0 && exchanges == low_bits(shards->red, TALK_EXCHANGE_BITS);
+    if (!*out_found) {
+        return FS_OK;
     }
-    return FS_OK;
+    int chosen = choose_buffer(shards, u, true);
+    return chosen < 0 ? pool_is_full(shards, u)
+                      : fill_buffer(shards, u, &shards->pool[chosen]);
 }
 
 fs_status

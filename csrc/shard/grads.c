@@ -346,15 +346,22 @@ fs_round_end(fs_shards *shards, int64_t count, bool keep_local)
     return FS_OK;
 }
 
-fs_status
-fs_grad_finish_rounds(fs_shards *shards)
+/* Is a micro-batch begun and not ended, or kept? */
+static bool
+has_round(const fs_shards *shards)
 {
     bool left = shards->cursor > 0;
     for (int u = 0; u < shards->layout->units_n; u++) {
         const fs_unit *unit = &shards->units[u];
         left = left || unit->opened || unit->in_spill || unit->complete;
     }
-    if (!left) {
+    return left;
+}
+
+fs_status
+fs_grad_finish_rounds(fs_shards *shards)
+{
+    if (!has_round(shards)) {
         return FS_OK;
     }
     while (shards->cursor < shards->layout->order_n) {
@@ -466,6 +473,19 @@ sum_contribution(fs_shards *shards, uint64_t k)
     }
 }
 
+/* A device's, where the batch failed: what is left of it is not published but followed, since only
+ * peers know which gathers come in between. */
+static void
+give_up_round(fs_shards *shards)
+{
+    shards->rounds += has_round(shards);
+    shards->cursor = 0;
+    for (int u = 0; u < shards->layout->units_n; u++) {
+        fs_unit *unit = &shards->units[u];
+        unit->opened = unit->complete = unit->kept_local = unit->in_spill = false;
+    }
+}
+
 /* A device's exchanges are collectives: a rank that brings fewer contributions takes part in the
  * rest with nothing, so that its peers' devices get on; likewise in the gathers of a batch that
  * failed here. */
@@ -477,11 +497,20 @@ follow_peers(fs_shards *shards)
     }
     for (int r = 0; r < shards->size; r++) {
         const fs_counters *counters = shards->blocks[r].counters;
-        while (atomic_load_explicit(&counters->pub, memory_order_acquire) > shards->red) {
-            FS_TRY(fs_exchange(shards, shards->red, false));
+        for (bool found = true; found;) {
+            found = false;
+            /* Published first: a gather before it is seen then, and both go in the peer's order. */
+            uint64_t pub = atomic_load_explicit(&counters->pub, memory_order_acquire);
+            if (shards->skips) {
+                FS_TRY(fs_gather_follow(shards, r, &found));
+            }
+            if (!found && pub > shards->red) {
+                FS_TRY(fs_exchange(shards, shards->red, false));
+                found = true;
+            }
         }
     }
-    return shards->skips ? fs_gather_follow(shards) : FS_OK;
+    return FS_OK;
 }
 
 fs_status
@@ -585,7 +614,11 @@ fs_settle(fs_shards *shards, bool skips)
     }
     fs_counters *mine = shards->blocks[shards->rank].counters;
     uint64_t order_n = (uint64_t)shards->layout->order_n;
-    FS_TRY(fs_grad_finish_rounds(shards));
+    if (skips && shards->streams != NULL) {
+        give_up_round(shards);
+    } else {
+        FS_TRY(fs_grad_finish_rounds(shards));
+    }
     shards->skips = skips;
     shards->finished = true;
     atomic_store_explicit(&mine->fin, shards->base + shards->rounds * order_n,
@@ -603,6 +636,9 @@ fs_settle(fs_shards *shards, bool skips)
     shards->fins_known = true;
     FS_TRY(fs_drain(shards));
     if (shards->streams != NULL) {
+        while (shards->red < shards->base + most * order_n) { /* nobody has brought the rest */
+            FS_TRY(fs_exchange(shards, shards->red, false));
+        }
         FS_TRY(check_gathers(shards));
         FS_TRY(fs_exchange_settle(shards));
         fs_grad_close_spills(shards, false);

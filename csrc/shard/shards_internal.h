@@ -205,10 +205,10 @@ size_t fs_bring_n(const fs_shards *shards, size_t n);
 /* A device's: what this rank's compute stream is given from now on may write weights. */
 void fs_gather_let_write(fs_shards *shards);
 
-/* A device's: takes part in the gathers that peers made and this rank, whose batch failed, did not,
- * as far as they have come. */
+/* A device's, of a rank whose batch failed: takes part in the next gather that peer has made, if
+ * that is what peer did next. */
 FS_NODISCARD fs_status
-fs_gather_follow(fs_shards *shards);
+fs_gather_follow(fs_shards *shards, int peer, bool *out_found);
 
 /* A device's: puts contribution k into the queue of the reduce stream: exchanged and summed there.
  * came: it lies in this rank's slot; else the rank has none. */

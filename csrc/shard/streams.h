@@ -22,9 +22,10 @@ typedef struct fs_mark {
     uint64_t clock[FS_STREAMS_N]; /* all 0: never set */
 } fs_mark;
 
-/* Gathers of a rank, the last of them: an entry is number + 1 and unit. What a device's queue holds
- * is far less than this; a rank that is further ahead waits. */
-#define FS_TALK_GATHERS 4096
+/* Gathers of a rank, the last of them: an entry is number + 1, unit, and how many exchanges the
+ * rank began before it. What a device's queue holds is far less than this; a rank that is further
+ * ahead waits. */
+#define FS_TALK_GATHERS 1024
 
 /* What a rank of a device says in world memory: the engines' ids (rank 0), its gathers. */
 typedef struct fs_talk {

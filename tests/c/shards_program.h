@@ -13,7 +13,8 @@
 #include "shard/optim.h"
 #include "shard/shard.h"
 
-enum { UNITS = 5, PARAMS = 10, RANKS_MAX = 4, STEPS_MAX = 3, BAD_PARAM = 6, SEGS_MAX = 64 };
+enum { UNITS = 5, PARAMS = 10, RANKS_MAX = 4, STEPS_MAX = 3, SEGS_MAX = 64 };
+enum { BAD_PARAM = 6, FROZEN_LATER = 5 };
 
 static const fs_param_def params_of_model[PARAMS] = {
     {.name = "e", .dims_n = 2, .dims = {37, 3}, .unit = 0, .trainable = true}, /* a tie's place */
@@ -43,12 +44,17 @@ typedef struct program {
     bool shuffled; /* units come in another order on each rank */
     double max_norm;
     int bad_step;  /* the last rank brings a NaN; -1: never */
+    int skips_after; /* in the second step the last rank's batch fails after so many units; 0: no */
+    bool edits;    /* gradients are dropped, looked at, changed; a parameter is frozen for a step */
+    bool keeps;    /* the first micro-batch of two is kept, not reduced */
+    int wrong;     /* the last rank gathers 1: another unit; 2: one unit less */
     int fails_at;  /* the last rank fails at this call; 0: never */
     void (*watch)(fs_context *context, int rank);
 } program;
 
 typedef struct outcome {
     fs_verdict verdicts[STEPS_MAX];
+    double sums[STEPS_MAX][2][PARAMS]; /* of rank 0's cut */
     float values[OUTCOME_N];
     uint64_t checksums[RANKS_MAX][FS_COPY_COUNT * SEGS_MAX];
     bool ranks_differ;
@@ -97,6 +103,9 @@ brings(const program *p, int rank, int step, int round, int param)
     if (step == 1 && (param == 2 || param == 5)) {
         return false;
     }
+    if (p->edits && step == 2 && param == FROZEN_LATER) {
+        return false;
+    }
     return p->size == 1 ? (step + round + param) % 5 != 0
                         : (rank * 2 + step + round + param) % 4 != 0;
 }
@@ -134,6 +143,9 @@ write_in_place(rank_args *args, int step, int round, int param, const unsigned c
     CALL(fs_grad_open(args->shards, q->unit, &slot, &add));
     for (size_t e = 0; e < q->numel; e++) {
         grad[e] = noise(args->rank, step * 8 + round, param, e);
+    }
+    if (add) {
+        return fs_grad_put(args->shards, param, grad, FS_F32);
     }
     fs_exec cpu = {0};
     CHECK_OK(fs_device_cpu(FS_ISA_BASELINE, &cpu.device));
@@ -178,40 +190,48 @@ bring_unit(rank_args *args, int step, int round, int u, const unsigned char *wei
             CALL(fs_grad_put(args->shards, q, grad, FS_F32));
         }
     }
-    CALL(fs_grad_publish(args->shards, u, false));
+    CALL(fs_grad_publish(args->shards, u, args->p->keeps && round == 0));
     return FS_OK;
 }
 
 /* Forward and backward over gathered units, the next one on its way. */
 static fs_status
-run_round(rank_args *args, int step, int round)
+run_round(rank_args *args, int step, int round, bool fails)
 {
     fs_shards *shards = args->shards;
     const void *weights = NULL, *tied = NULL;
+    int done = 0, wrong = args->rank == args->p->size - 1 ? args->p->wrong : 0;
     CALL(fs_unit_gather(shards, 0, &tied));
     read_unit(args, 0, tied);
     for (int u = 1; u < UNITS; u++) {
-        CALL(fs_unit_gather(shards, u, &weights));
-        read_unit(args, u, weights);
+        int gathered = u == 2 && wrong == 1 ? 3 : u;
+        CALL(fs_unit_gather(shards, gathered, &weights));
+        read_unit(args, gathered, weights);
         CALL(fs_unit_prefetch(shards, u + 1 < UNITS ? u + 1 : u - 1));
-        CALL(fs_unit_release(shards, u));
+        CALL(fs_unit_release(shards, gathered));
+        if (fails && ++done == args->p->skips_after) {
+            return fs_unit_release(shards, 0);
+        }
     }
     for (int i = 0; i < UNITS; i++) {
         int u = args->p->shuffled ? (UNITS - 1 - i + args->rank * 2) % UNITS : UNITS - 1 - i;
-        if (args->p->shuffled || u == 0) {
+        if (args->p->shuffled || u == 0 || (u == 1 && wrong == 2)) {
             FS_TRY(bring_unit(args, step, round, u, NULL));
             continue;
         }
         CALL(fs_unit_gather(shards, u, &weights));
         read_unit(args, u, weights);
-        if (u > 1) {
+        if (u > 1 && !(u == 2 && wrong == 2)) {
             CALL(fs_unit_prefetch(shards, u - 1));
         }
         FS_TRY(bring_unit(args, step, round, u, weights));
         CALL(fs_unit_release(shards, u));
+        if (fails && ++done == args->p->skips_after) {
+            return fs_unit_release(shards, 0);
+        }
     }
     CALL(fs_unit_release(shards, 0));
-    CALL(fs_round_end(shards, 1 + args->rank, false));
+    CALL(fs_round_end(shards, 1 + args->rank, args->p->keeps && round == 0));
     return FS_OK;
 }
 
@@ -266,6 +286,36 @@ load_all(rank_args *args)
     return FS_OK;
 }
 
+/* Gradients looked at and changed between the last micro-batch and the step. */
+static fs_status
+edit(rank_args *args, int step)
+{
+    fs_shards *shards = args->shards;
+    double *sums = args->out.sums[step][0], *largest = args->out.sums[step][1];
+    float grad[MODEL_N];
+    CALL(fs_grad_sums(shards, sums, largest));
+    CALL(fs_load(shards, BAD_PARAM, FS_GRAD, 0, numel(BAD_PARAM), grad, FS_F32));
+    for (size_t e = 0; e < numel(BAD_PARAM); e++) {
+        grad[e] = 0.25f - grad[e];
+    }
+    CALL(fs_store(shards, BAD_PARAM, FS_GRAD, 0, numel(BAD_PARAM), grad, FS_F32));
+    CALL(fs_grad_replaced(shards, BAD_PARAM));
+    CALL(fs_grad_scale(shards, 1, 0.5));
+    CALL(fs_grad_forget(shards, 4));
+    return FS_OK;
+}
+
+static fs_status
+bring_all(rank_args *args, int step, bool fails)
+{
+    int rounds = args->p->uneven ? (args->rank + step) % 3 : args->p->rounds;
+    for (int round = 0; round < (fails ? 1 : rounds); round++) {
+        FS_TRY(args->p->uneven ? run_uneven_round(args, step, round)
+                               : run_round(args, step, round, fails));
+    }
+    return FS_OK;
+}
+
 static fs_status
 train(rank_args *args)
 {
@@ -276,12 +326,18 @@ train(rank_args *args)
     int64_t steps[PARAMS] = {0};
     FS_TRY(store_all(args));
     for (int step = 0; step < p->steps; step++) {
-        int rounds = p->uneven ? (args->rank + step) % 3 : p->rounds;
-        for (int round = 0; round < rounds; round++) {
-            FS_TRY(p->uneven ? run_uneven_round(args, step, round)
-                             : run_round(args, step, round));
+        bool fails = step == 1 && p->skips_after > 0 && args->rank == p->size - 1;
+        if (p->edits) {
+            unsigned char frozen[PARAMS] = {[FROZEN_LATER] = step == 2};
+            CALL(fs_shards_freeze(args->shards, frozen));
+            FS_TRY(bring_all(args, step, fails));
+            CALL(fs_grad_drop(args->shards));
         }
-        CALL(fs_step_agree(args->shards, p->max_norm, FS_NORM_2, false,
+        FS_TRY(bring_all(args, step, fails));
+        if (p->edits) {
+            FS_TRY(edit(args, step));
+        }
+        CALL(fs_step_agree(args->shards, p->max_norm, FS_NORM_2, fails,
                            &args->out.verdicts[step]));
         CALL(fs_optimizer_finish(args->shards, p->rule, &group, group_of, steps));
     }
@@ -401,6 +457,7 @@ run_program(outcome *out, const program *p, const fs_device *device, fs_status *
     fs_job_close(job);
     memcpy(out->verdicts, args[0].out.verdicts, sizeof out->verdicts);
     memcpy(out->values, args[0].out.values, sizeof out->values);
+    memcpy(out->sums, args[0].out.sums, sizeof out->sums);
     for (int r = 0; r < p->size; r++) {
         memcpy(out->checksums[r], args[r].out.checksums[r], sizeof out->checksums[r]);
         out->ranks_differ =

@@ -42,13 +42,16 @@ check_same(const program *p, const outcome *got, const outcome *want)
     for (int s = 0; s < p->steps; s++) {
         const fs_verdict *a = &got->verdicts[s], *b = &want->verdicts[s];
         CHECK(a->applied == b->applied && a->reason == b->reason &&
-                  memcmp(&a->norm, &b->norm, sizeof a->norm) == 0 && a->clip == b->clip &&
+                  (a->reason == FS_SKIP_RANK || /* of half a batch */
+                   memcmp(&a->norm, &b->norm, sizeof a->norm) == 0) &&
+                  a->clip == b->clip &&
                   a->bad_param == b->bad_param && a->bad_rank == b->bad_rank &&
                   a->count == b->count,
               "%s, step %d: applied %d reason %d norm %.17g bad %d %d, not %d %d %.17g %d %d",
               p->name, s, a->applied, (int)a->reason, a->norm, a->bad_param, a->bad_rank,
               b->applied, (int)b->reason, b->norm, b->bad_param, b->bad_rank);
     }
+    CHECK(memcmp(got->sums, want->sums, sizeof got->sums) == 0, "%s: sums differ", p->name);
     CHECK(!got->ranks_differ, "%s: ranks differ", p->name);
     for (size_t i = 0; i < OUTCOME_N; i++) {
         CHECK(memcmp(&got->values[i], &want->values[i], sizeof(float)) == 0,
@@ -98,7 +101,8 @@ test_same_bits(void)
                 program p = {
                     .name = "case", .size = size, .policy = policies[i],
                     .partition = (fs_partition)(style % 2),
-                    .rule = (fs_rule)(cases % FS_RULE_COUNT), .steps = 3, .rounds = 2,
+                    .rule = (fs_rule)(cases % FS_RULE_COUNT), .steps = size > 2 ? 2 : 3,
+                    .rounds = 2,
                     .uneven = style >= 2, .shuffled = style == 1 || style == 2,
                     .max_norm = cases % 3 == 0 ? 0.5 : 0.0, .bad_step = cases % 4 == 1 ? 1 : -1,
                 };
@@ -142,6 +146,40 @@ test_schedules(void)
         outcome got =
             on_device(&p, (uint64_t)seed, seed % 4 < 2 ? FS_SIM_SHUFFLED : FS_SIM_LATE);
         check_same(&p, &got, &want[seed % 2]);
+    }
+}
+
+/* Gradients that are kept, dropped, looked at, changed; a parameter that is frozen for a step. */
+static void
+test_edits(void)
+{
+    for (int size = 1; size <= 3; size++) {
+        for (int keeps = 0; keeps < 2; keeps++) {
+            fs_weights weights = keeps ? FS_WEIGHTS_WHOLE : FS_WEIGHTS_SHARD;
+            program p = {.name = "edits", .size = size, .rule = FS_RULE_SGD, .steps = 3,
+                         .rounds = 2, .policy = {1, keeps != 0, weights, 2, bf16},
+                         .bad_step = -1, .edits = true, .keeps = keeps != 0};
+            outcome want = on_cpu(&p);
+            outcome got = on_device(&p, (uint64_t)size, FS_SIM_SHUFFLED);
+            check_same(&p, &got, &want);
+        }
+    }
+}
+
+/* A rank whose batch fails anywhere goes with what its peers' devices still wait for. */
+static void
+test_skipped_batches(void)
+{
+    for (int after = 1; after < 8; after++) {
+        program p = prefetching(2 + after % 2);
+        p.rounds = 1 + after % 2;
+        p.skips_after = after;
+        outcome want = on_cpu(&p);
+        CHECK(want.verdicts[1].reason == FS_SKIP_RANK, "reason %d", (int)want.verdicts[1].reason);
+        for (uint64_t seed = 0; seed < 4; seed++) {
+            outcome got = on_device(&p, seed, seed % 2 ? FS_SIM_SHUFFLED : FS_SIM_LATE);
+            check_same(&p, &got, &want);
+        }
     }
 }
 
@@ -259,6 +297,28 @@ test_a_peer_that_fails(void)
     }
 }
 
+/* Ranks that gather different units, or not as many, are told so: no device waits for ever. */
+static void
+test_other_gathers(void)
+{
+    for (int wrong = 1; wrong <= 2; wrong++) {
+        program p = prefetching(2);
+        p.wrong = wrong;
+        fs_sim_reset((uint64_t)wrong, FS_SIM_SHUFFLED, DEVICE_NBYTES);
+        static outcome out;
+        fs_status statuses[RANKS_MAX];
+        run_program(&out, &p, &device, statuses);
+        for (int r = 0; r < p.size; r++) {
+            const char *text = ranks[r].why.text;
+            CHECK((statuses[r] == FS_EINVAL || statuses[r] == FS_ABORTED) &&
+                      strstr(text, "all ranks gather the same units in the same order") != NULL,
+                  "rank %d: %d: %s", r, (int)statuses[r], text);
+            CHECK(wrong == 2 || (strstr(text, "u2") != NULL && strstr(text, "u3") != NULL),
+                  "rank %d: %s", r, text);
+        }
+    }
+}
+
 int
 main(void)
 {
@@ -269,8 +329,11 @@ main(void)
     runtime.memory_open = memory_open_but_one;
     test_same_bits();
     test_schedules();
+    test_edits();
+    test_skipped_batches();
     test_every_wait_is_needed();
     test_no_room();
     test_a_peer_that_fails();
+    test_other_gathers();
     return 0;
 }
