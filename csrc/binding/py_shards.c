@@ -426,6 +426,16 @@ shards_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)object;
 }
 
+/* Without the GIL: a device ends what it was given before it gives memory back, and for that may
+ * need ranks that are threads of this process. */
+static void
+close_shards(fs_shards *shards)
+{
+    Py_BEGIN_ALLOW_THREADS
+    fs_shards_close(shards);
+    Py_END_ALLOW_THREADS
+}
+
 static PyObject *
 shards_close(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
@@ -445,8 +455,9 @@ shards_close(PyObject *self, PyObject *Py_UNUSED(ignored))
             return NULL;
         }
     }
-    fs_shards_close(object->shards);
+    fs_shards *shards = object->shards;
     object->shards = NULL;
+    close_shards(shards);
     Py_RETURN_NONE;
 }
 
@@ -455,7 +466,7 @@ shards_dealloc(PyObject *self)
 {
     fs_py_shards *object = (fs_py_shards *)self;
     PyTypeObject *type = Py_TYPE(self);
-    fs_shards_close(object->shards); /* arrays of gathered units hold a reference: none are left */
+    close_shards(object->shards); /* arrays of gathered units hold a reference: none are left */
     PyMem_Free(object->exports);
     Py_XDECREF(object->world_object);
     type->tp_free(self);

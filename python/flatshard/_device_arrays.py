@@ -160,27 +160,32 @@ def read_device_array(
     if getattr(value, "requires_grad", False):
         value = value.detach()
     if hasattr(value, "__dlpack__"):
+        _check_place(where, *value.__dlpack_device__(), world)
         # The producer makes the stream that it is told wait for its own: the caller's.
         try:
             owner: Any = value.__dlpack__(stream=stream, max_version=(1, 0))
         except TypeError:  # of before DLPack 1.0
             owner = value.__dlpack__(stream=stream)
         pointer, dtype, shape, kind, ordinal, row_major = _core.dlpack_read(owner)
+        _check_place(where, kind, ordinal, world)
     else:
-        kind, row_major = _CUDA, True
+        row_major = True
         pointer, dtype, shape, ordinal = _read_interface(where, value, world)
         owner = value
-    if kind != _CUDA or world.device != f"cuda:{ordinal}":
-        raise ValueError(
-            f"{where} lies on {'cuda' if kind == _CUDA else f'DLPack device type {kind}'}:"
-            f"{ordinal}, and this rank computes on {world.device}"
-        )
     if not row_major:
         raise ValueError(f"{where}: not contiguous in row-major order; make it so first")
     if dtype is None or numpy_dtype(dtype).kind not in "fV":
         raise TypeError(f"{where}: dtype {dtype}, expected a float dtype")
     world._core.after_stream(stream)
     return _core.device_array(pointer, dtype, tuple(shape), ordinal, owner)
+
+
+def _check_place(where: str, kind: int, ordinal: int, world: World) -> None:
+    if kind != _CUDA or world.device != f"cuda:{ordinal}":
+        raise ValueError(
+            f"{where} lies on {'cuda' if kind == _CUDA else f'DLPack device type {kind}'}:"
+            f"{ordinal}, and this rank computes on {world.device}"
+        )
 
 
 def _read_interface(where: str, value: Any, world: World) -> tuple[int, str, tuple[int, ...], int]:
