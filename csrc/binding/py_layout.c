@@ -7,15 +7,17 @@ int
 fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy *out_policy)
 {
     int partition, keep, slot_per_unit, weights, pool_units, master, stochastic;
+    int host_params, host_grads, host_state;
     unsigned long long seed;
     PyObject *param, *reduce, *accumulate, *moments;
     if (!PyTuple_Check(policy_tuple)) {
         PyErr_Format(PyExc_TypeError, "policy: expected a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(policy_tuple, "iipiiOOOiOpK:policy", &partition, &keep, &slot_per_unit,
-                          &weights, &pool_units, &param, &reduce, &accumulate, &master, &moments,
-                          &stochastic, &seed)) {
+    if (!PyArg_ParseTuple(policy_tuple, "iipiiOOOiOpKppp:policy", &partition, &keep,
+                          &slot_per_unit, &weights, &pool_units, &param, &reduce, &accumulate,
+                          &master, &moments, &stochastic, &seed, &host_params, &host_grads,
+                          &host_state)) {
         return -1;
     }
     if (partition < 0 || partition > FS_PARTITION_PER_PARAMETER || weights < 0 ||
@@ -33,6 +35,7 @@ fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy
         .precision.master = (fs_masters)master,
         .precision.stochastic = stochastic != 0,
         .precision.seed = seed,
+        .on_host = {host_params != 0, host_grads != 0, host_state != 0},
     };
     fs_precision *precision = &out_policy->precision;
     if (fs_dtype_take(param, &precision->param) < 0 ||
@@ -138,9 +141,10 @@ fs_py_ledger_dict(const fs_ledger *ledger)
     PyObject *rows = PyDict_New();
     for (int c = 0; rows != NULL && c < FS_MEM_CLASS_COUNT; c++) {
         PyObject *row =
-            Py_BuildValue("(nnn)", (Py_ssize_t)atomic_load(&ledger->nbytes[FS_HOME_PRIVATE][c]),
+            Py_BuildValue("(nnnn)", (Py_ssize_t)atomic_load(&ledger->nbytes[FS_HOME_PRIVATE][c]),
                           (Py_ssize_t)atomic_load(&ledger->nbytes[FS_HOME_WORLD][c]),
-                          (Py_ssize_t)atomic_load(&ledger->peak_nbytes[c]));
+                          (Py_ssize_t)atomic_load(&ledger->peak_nbytes[c]),
+                          (Py_ssize_t)atomic_load(&ledger->nbytes[FS_HOME_DEVICE][c]));
         if (row == NULL ||
             PyDict_SetItemString(rows, fs_mem_class_name((fs_mem_class)c), row) < 0) {
             Py_CLEAR(rows);
@@ -154,9 +158,9 @@ static PyObject *
 shards_plan(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *params, *units, *policy_tuple;
-    int size, rank, moments_n;
-    if (!PyArg_ParseTuple(args, "OOOiii:shards_plan", &params, &units, &policy_tuple, &size, &rank,
-                          &moments_n)) {
+    int size, rank, moments_n, device;
+    if (!PyArg_ParseTuple(args, "OOOiiip:shards_plan", &params, &units, &policy_tuple, &size, &rank,
+                          &moments_n, &device)) {
         return NULL;
     }
     fs_layout *layout;
@@ -165,7 +169,7 @@ shards_plan(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     fs_ledger ledger = {0};
-    fs_status status = fs_shards_plan(layout, &policy, moments_n, rank, false, &ledger);
+    fs_status status = fs_shards_plan(layout, &policy, moments_n, rank, device != 0, &ledger);
     fs_layout_free(layout);
     return status == FS_OK ? fs_py_ledger_dict(&ledger) : fs_raise(status, NULL);
 }
@@ -244,8 +248,8 @@ static PyMethodDef functions[] = {
      "layout_describe($module, params, units, policy, size, /)\n--\n\n(params, segs, order, "
      "slots)."},
     {"shards_plan", shards_plan, METH_VARARGS,
-     "shards_plan($module, params, units, policy, size, rank, moments_n, /)\n--\n\n"
-     "{class: (private, world, peak)} bytes, without allocating them."},
+     "shards_plan($module, params, units, policy, size, rank, moments_n, device, /)\n--\n\n"
+     "{class: (private, world, peak, device)} bytes, without allocating them."},
     {NULL, NULL, 0, NULL},
 };
 

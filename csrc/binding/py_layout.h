@@ -15,7 +15,7 @@ int fs_py_layout_take(PyObject *params, PyObject *units, PyObject *policy_tuple,
 /* The policy alone. */
 int fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy *out_policy);
 
-/* {class: (private bytes, world bytes, peak bytes)} of a ledger. */
+/* {class: (private bytes, world bytes, peak bytes, device bytes)} of a ledger. */
 PyObject *fs_py_ledger_dict(const fs_ledger *ledger);
 
 int fs_py_add_layout(PyObject *module);

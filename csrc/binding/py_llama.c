@@ -111,10 +111,10 @@ static PyObject *
 llama_plan(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *tuple, *params, *units, *policy_tuple;
-    int size, checkpointing;
+    int size, checkpointing, device;
     Py_ssize_t batch, length;
-    if (!PyArg_ParseTuple(args, "OOOOipnn:llama_plan", &tuple, &params, &units, &policy_tuple,
-                          &size, &checkpointing, &batch, &length)) {
+    if (!PyArg_ParseTuple(args, "OOOOipnnp:llama_plan", &tuple, &params, &units, &policy_tuple,
+                          &size, &checkpointing, &batch, &length, &device)) {
         return NULL;
     }
     fs_llama_config config;
@@ -129,7 +129,7 @@ llama_plan(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     fs_ledger ledger = {0};
-    fs_status status = fs_llama_plan(&config, layout, &policy, checkpointing != 0, false,
+    fs_status status = fs_llama_plan(&config, layout, &policy, checkpointing != 0, device != 0,
                                      (size_t)batch, (size_t)length, &ledger);
     fs_layout_free(layout);
     return status == FS_OK ? fs_py_ledger_dict(&ledger) : fs_raise(status, NULL);
@@ -514,8 +514,9 @@ static PyMethodDef functions[] = {
      "([(name, tied name or None, shape, unit)], [(unit, opens, publishes)]) of a configuration."},
     {"llama_plan", llama_plan, METH_VARARGS,
      "llama_plan($module, config, params, units, policy, size, checkpointing, batch, length, "
-     "/)\n--\n\n"
-     "{class: (private, world, peak)} bytes that forward and backward of a micro-batch hold."},
+     "device, /)\n--\n\n"
+     "{class: (private, world, peak, device)} bytes that forward and backward of a micro-batch "
+     "hold."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -60,6 +60,11 @@ pull_unit(fs_shards *shards, int unit, unsigned char *buffer, bool but_kept)
                 continue;
             }
             const void *from = c == shards->rank ? fs_own_at(shards, c, run.first) : NULL;
+            if (from != NULL && shards->policy.on_host.params) {
+                /* Engines move what lies in device memory. */
+                exec->device->copy(exec, to, from, run.n * nbytes);
+                from = to;
+            }
             streams->pieces[n++] =
                 (fs_engine_piece){.root = c, .src = from, .dst = to, .nbytes = run.n * nbytes};
         }

@@ -48,6 +48,11 @@ fs_policy_check(const fs_policy *policy, int size, bool device)
                        "weights that all ranks read in place (gather=\"view\") lie in host memory: "
                        "on a device they are gathered (gather=\"copy\")");
     }
+    if (device && policy->on_host.params && policy->weights != FS_WEIGHTS_SHARD) {
+        return FS_FAIL(FS_EUNSUPPORTED,
+                       "Offload(params=\"cpu\") with weights that are whole in each rank: they are "
+                       "read in place and stay on the device; stage 3 gathers them when needed");
+    }
     if (policy->keep < 1 || policy->keep > size || size % policy->keep != 0) {
         return FS_FAIL(FS_EINVAL, "replicate=%d does not divide the world size %d", policy->keep,
                        size);
@@ -140,9 +145,12 @@ fs_place_words(const fs_layout *layout, bool device, fs_arena *arena, fs_block *
 /* Everything of a rank, moments aside (the optimizer decides on those). */
 fs_status
 fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_arena *arena,
-               fs_block *block)
+               fs_arena *host, fs_block *block)
 {
     const fs_precision *precision = &policy->precision;
+    fs_arena *params = policy->on_host.params ? host : arena;
+    fs_arena *grads = policy->on_host.grads ? host : arena;
+    fs_arena *state = policy->on_host.state ? host : arena;
     size_t own_n, state_n, nbytes;
     kept_sizes(layout, policy, rank, &own_n, &state_n);
     if (policy->weights == FS_WEIGHTS_SHARED) {
@@ -151,11 +159,11 @@ fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_ar
         own_n = layout->image_n;
     }
     FS_TRY(fs_mul_size(own_n, fs_dtype_nbytes(precision->param), &nbytes));
-    FS_TRY(fs_arena_take(arena, FS_MEM_WEIGHTS, nbytes, &block->own));
+    FS_TRY(fs_arena_take(params, FS_MEM_WEIGHTS, nbytes, &block->own));
     FS_TRY(fs_place_slots(layout, policy, NULL, &nbytes));
     FS_TRY(fs_arena_take(arena, FS_MEM_GRADIENTS, nbytes, &block->slots));
     FS_TRY(fs_mul_size(state_n, fs_dtype_nbytes(precision->accumulate), &nbytes));
-    FS_TRY(take_staggered(arena, FS_MEM_ACCUMULATORS, nbytes, PLACE_ACC, &block->acc));
+    FS_TRY(take_staggered(grads, FS_MEM_ACCUMULATORS, nbytes, PLACE_ACC, &block->acc));
     static const size_t master_nbytes[] = {
         [FS_MASTERS_NONE] = 0,
         [FS_MASTERS_SEPARATE] = sizeof(float),
@@ -163,7 +171,7 @@ fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank, fs_ar
     };
     void *master;
     FS_TRY(fs_mul_size(state_n, master_nbytes[precision->master], &nbytes));
-    FS_TRY(take_staggered(arena, FS_MEM_MASTER, nbytes, PLACE_MASTER, &master));
+    FS_TRY(take_staggered(state, FS_MEM_MASTER, nbytes, PLACE_MASTER, &master));
     block->master = precision->master == FS_MASTERS_SEPARATE ? master : NULL;
     block->remainder = precision->master == FS_MASTERS_SPLIT ? master : NULL;
     return FS_OK;
@@ -279,11 +287,13 @@ fs_shards_plan(const fs_layout *layout, const fs_policy *policy, int moments_n, 
         return FS_FAIL(FS_EINVAL, "rank %d of a world of %d", rank, layout->size);
     }
     fs_home arrays = device ? FS_HOME_DEVICE : FS_HOME_WORLD;
-    fs_arena image, words, block, moments, pool, pinned;
+    bool state_on_host = device && policy->on_host.state;
+    fs_arena image, words, block, host, moments, pool, pinned;
     fs_arena_init_counting(&image, plan, FS_HOME_WORLD);
     fs_arena_init_counting(&words, plan, FS_HOME_WORLD);
     fs_arena_init_counting(&block, plan, arrays);
-    fs_arena_init_counting(&moments, plan, arrays);
+    fs_arena_init_counting(&host, plan, FS_HOME_PRIVATE);
+    fs_arena_init_counting(&moments, plan, state_on_host ? FS_HOME_PRIVATE : arrays);
     fs_arena_init_counting(&pool, plan, device ? FS_HOME_DEVICE : FS_HOME_PRIVATE);
     fs_arena_init_counting(&pinned, plan, FS_HOME_PRIVATE);
     fs_block placed = {0};
@@ -292,13 +302,13 @@ fs_shards_plan(const fs_layout *layout, const fs_policy *policy, int moments_n, 
     FS_TRY(fs_place_image(layout, policy, &stride));
     FS_TRY(fs_arena_take(&image, FS_MEM_WEIGHTS, stride, &ignored));
     FS_TRY(fs_place_words(layout, device, &words, &placed));
-    FS_TRY(fs_place_block(layout, policy, rank, &block, &placed));
+    FS_TRY(fs_place_block(layout, policy, rank, &block, device ? &host : &block, &placed));
     FS_TRY(fs_place_moments(layout, policy, moments_n, rank, &moments, &placed));
     FS_TRY(fs_place_pool(layout, policy, &pool, NULL));
     if (device) {
         fs_streams streams = {0};
         FS_TRY(fs_place_staging(layout, policy, &pool, &streams));
-        FS_TRY(fs_place_pinned(layout, rank, &pinned, &streams));
+        FS_TRY(fs_place_pinned(layout, policy, rank, &pinned, &streams));
     }
     return FS_OK;
 }
@@ -323,13 +333,30 @@ fs_place_staging(const fs_layout *layout, const fs_policy *policy, fs_arena *are
 }
 
 fs_status
-fs_place_pinned(const fs_layout *layout, int rank, fs_arena *arena, fs_streams *streams)
+fs_place_pinned(const fs_layout *layout, const fs_policy *policy, int rank, fs_arena *arena,
+                fs_streams *streams)
 {
+    const fs_precision *precision = &policy->precision;
+    fs_offload *offload = &streams->offload;
     size_t segs_n = layout->cut_first[rank + 1] - layout->cut_first[rank];
     streams->transfer_n = fs_min_size(fs_extents_of(layout).param_n, FS_TRANSFER_N);
     FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE, segs_n * sizeof(fs_sums), &streams->found));
-    return fs_arena_take(arena, FS_MEM_WORKSPACE, streams->transfer_n * FS_TRANSFER_WIDTH,
-                         &streams->landing);
+    FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE, streams->transfer_n * FS_TRANSFER_WIDTH,
+                         &streams->landing));
+    offload->n = policy->on_host.state ? fs_min_size(fs_extents_of(layout).seg_n, FS_OFFLOAD_N) : 0;
+    for (int b = 0; b < 2 && offload->n > 0; b++) {
+        if (!policy->on_host.grads) {
+            FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE,
+                                 offload->n * fs_dtype_nbytes(precision->accumulate),
+                                 &offload->grads[b]));
+        }
+        if (!policy->on_host.params) {
+            FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE,
+                                 offload->n * fs_dtype_nbytes(precision->param),
+                                 &offload->weights[b]));
+        }
+    }
+    return FS_OK;
 }
 
 // ---- addresses ----------------------------------------------------------------------------------

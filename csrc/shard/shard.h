@@ -156,6 +156,14 @@ typedef struct fs_precision {
     uint64_t seed;       /* of that */
 } fs_precision;
 
+/* Which arrays of a device's rank live in pinned host memory instead. Without a device there is one
+ * home, and this says nothing. */
+typedef struct fs_on_host {
+    bool params; /* compute copies: gathers pull them from there (FS_WEIGHTS_SHARD) */
+    bool grads;  /* summed gradients */
+    bool state;  /* masters and moments: the CPU moves them */
+} fs_on_host;
+
 typedef struct fs_policy {
     int keep; /* R, a divisor of W */
     bool slot_per_unit;
@@ -163,6 +171,7 @@ typedef struct fs_policy {
     int pool_units; /* FS_WEIGHTS_SHARD: buffers for gathered units; 0 = one per unit; FS_NO_POOL =
                      * none: the caller reads whole weights with fs_load into memory of its own */
     fs_precision precision;
+    fs_on_host on_host;
 } fs_policy;
 
 /* Checks the mix; FS_EINVAL names the impossible pair. */

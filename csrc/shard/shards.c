@@ -21,7 +21,7 @@ largest_block(const fs_layout *layout, const fs_policy *policy, int moments_n, b
         } else {
             FS_TRY(fs_place_words(layout, device, &counting, &block));
             if (!device) {
-                FS_TRY(fs_place_block(layout, policy, r, &counting, &block));
+                FS_TRY(fs_place_block(layout, policy, r, &counting, &counting, &block));
             }
         }
         *out = fs_max_size(*out, counting.used);
@@ -36,17 +36,24 @@ open_device_memory(fs_shards *shards)
     const fs_layout *layout = shards->layout;
     const fs_policy *policy = &shards->policy;
     fs_streams *streams = shards->streams;
-    fs_arena *arena = &shards->arrays_arena;
+    fs_arena *arena = &shards->arrays_arena, *host = &shards->host_arena;
     for (int pass = 0; pass < 2; pass++) {
         if (pass == 0) {
             fs_arena_init_counting(arena, NULL, FS_HOME_DEVICE);
+            fs_arena_init_counting(host, NULL, FS_HOME_PRIVATE);
         } else {
+            size_t host_nbytes = host->used;
+            FS_TRY(streams->runtime->pinned_open(shards->exec->context, host_nbytes,
+                                                 &streams->on_host));
+            fs_arena_init_over(host, fs_world_ledger(shards->world), FS_HOME_PRIVATE,
+                               streams->on_host, host_nbytes);
             streams->memory_nbytes = arena->used;
             FS_TRY(fs_streams_take(shards, "shards", arena->used, &streams->memory));
             fs_arena_init_over(arena, fs_world_ledger(shards->world), FS_HOME_DEVICE,
                                streams->memory, streams->memory_nbytes);
         }
-        FS_TRY(fs_place_block(layout, policy, shards->rank, arena, &shards->blocks[shards->rank]));
+        FS_TRY(fs_place_block(layout, policy, shards->rank, arena, host,
+                              &shards->blocks[shards->rank]));
         FS_TRY(fs_place_pool(layout, policy, arena, shards->pool));
         FS_TRY(fs_place_staging(layout, policy, arena, streams));
     }
@@ -81,7 +88,7 @@ open_memory(fs_shards *shards)
                            fs_region_stride(shards->block_region));
         FS_TRY(fs_place_words(layout, device, arena, &shards->blocks[r]));
         if (!device) {
-            FS_TRY(fs_place_block(layout, policy, r, arena, &shards->blocks[r]));
+            FS_TRY(fs_place_block(layout, policy, r, arena, arena, &shards->blocks[r]));
         }
     }
     if (device) {
@@ -152,7 +159,10 @@ hash_policy(const fs_policy *policy, bool device)
                               (uint64_t)p->moments,
                               p->stochastic,
                               p->seed,
-                              device};
+                              device,
+                              policy->on_host.params,
+                              policy->on_host.grads,
+                              policy->on_host.state};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         hash = hash * UINT64_C(0x100000001b3) + parts[i];
     }
@@ -252,17 +262,24 @@ open_device_moments(fs_shards *shards, int moments_n)
     fs_streams *streams = shards->streams;
     fs_arena *arena = &shards->moments_arena;
     fs_block *block = &shards->blocks[shards->rank];
-    fs_arena_init_counting(arena, NULL, FS_HOME_DEVICE);
+    bool on_host = shards->policy.on_host.state;
+    fs_home home = on_host ? FS_HOME_PRIVATE : FS_HOME_DEVICE;
+    fs_arena_init_counting(arena, NULL, home);
     FS_TRY(fs_place_moments(shards->layout, &shards->policy, moments_n, shards->rank, arena,
                             block));
     size_t nbytes = arena->used;
-    FS_TRY(fs_streams_take(shards, "moments", nbytes, &streams->moments_memory));
+    if (on_host) {
+        FS_TRY(streams->runtime->pinned_open(shards->exec->context, nbytes,
+                                             &streams->moments_memory));
+    } else {
+        FS_TRY(fs_streams_take(shards, "moments", nbytes, &streams->moments_memory));
+    }
     streams->moments_nbytes = nbytes;
     if (nbytes == 0) {
         return FS_OK;
     }
-    fs_arena_init_over(arena, fs_world_ledger(shards->world), FS_HOME_DEVICE,
-                       streams->moments_memory, nbytes);
+    fs_arena_init_over(arena, fs_world_ledger(shards->world), home, streams->moments_memory,
+                       nbytes);
     return fs_place_moments(shards->layout, &shards->policy, moments_n, shards->rank, arena,
                             block);
 }
@@ -272,8 +289,7 @@ close_device_moments(fs_shards *shards)
 {
     fs_streams *streams = shards->streams;
     fs_arena_close(&shards->moments_arena);
-    streams->runtime->memory_close(shards->exec->context, streams->moments_memory,
-                                   streams->moments_nbytes);
+    fs_streams_close_moments(shards);
     streams->moments_memory = NULL;
     streams->moments_nbytes = 0;
 }
@@ -345,6 +361,7 @@ fs_shards_close(fs_shards *shards)
     fs_arena_close(&shards->moments_arena);
     fs_arena_close(&shards->pool_arena);
     fs_arena_close(&shards->arrays_arena);
+    fs_arena_close(&shards->host_arena);
     fs_region_close(shards->image_region);
     fs_region_close(shards->block_region);
     fs_region_close(shards->moments_region);

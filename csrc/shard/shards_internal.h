@@ -74,6 +74,7 @@ struct fs_shards {
     fs_region *moments_region; /* CPU */
     fs_arena image_arena, block_arena, moments_arena, pool_arena;
     fs_arena arrays_arena; /* device: what stands in the block on the CPU */
+    fs_arena host_arena;   /* device: of that, what lives in host memory */
     unsigned char *image; /* FS_WEIGHTS_SHARED: all unit buffers end to end */
     fs_block *blocks;     /* [size] */
     fs_pool_buffer *pool;
@@ -130,9 +131,10 @@ FS_NODISCARD fs_status fs_place_slots(const fs_layout *layout, const fs_policy *
 FS_NODISCARD fs_status
 fs_place_words(const fs_layout *layout, bool device, fs_arena *arena, fs_block *block);
 
-/* A rank's arrays, moments aside. */
+/* A rank's arrays, moments aside; host: for those that live in host memory (policy->on_host), arena
+ * itself where there is no device. */
 FS_NODISCARD fs_status fs_place_block(const fs_layout *layout, const fs_policy *policy, int rank,
-                                      fs_arena *arena, fs_block *block);
+                                      fs_arena *arena, fs_arena *host, fs_block *block);
 FS_NODISCARD fs_status fs_place_moments(const fs_layout *layout, const fs_policy *policy,
                                         int moments_n, int rank, fs_arena *arena, fs_block *block);
 
@@ -152,8 +154,8 @@ FS_NODISCARD fs_status fs_place_pool(const fs_layout *layout, const fs_policy *p
 /* What the streams need: in device memory, and in pinned memory. */
 FS_NODISCARD fs_status fs_place_staging(const fs_layout *layout, const fs_policy *policy,
                                         fs_arena *arena, fs_streams *streams);
-FS_NODISCARD fs_status fs_place_pinned(const fs_layout *layout, int rank, fs_arena *arena,
-                                       fs_streams *streams);
+FS_NODISCARD fs_status fs_place_pinned(const fs_layout *layout, const fs_policy *policy, int rank,
+                                       fs_arena *arena, fs_streams *streams);
 
 /* Bytes of one element of the compute copy. */
 static inline size_t
@@ -247,6 +249,14 @@ fs_settle(fs_shards *shards, bool skips);
 
 /* After the fence that follows settling: numbers the next step's contributions. */
 void fs_step_begin_next(fs_shards *shards);
+
+/* The update of n elements from element `at` of seg, but for its hyperparameters. */
+fs_update
+fs_update_of(const fs_shards *shards, const fs_seg *seg, size_t at, size_t n);
+
+/* Moves the kept segments on the host: where masters and moments live there. */
+FS_NODISCARD fs_status
+fs_offload_update(fs_shards *shards, const fs_hyper *hyper);
 
 /* The world's lock on misuse: usable, and no step half done. */
 FS_NODISCARD fs_status

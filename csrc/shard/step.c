@@ -239,36 +239,35 @@ fs_step_had(const fs_shards *shards)
 
 // ---- update -------------------------------------------------------------------------------------
 
-static void
-update_segment(fs_shards *shards, const fs_seg *seg, const fs_hyper *hyper)
+fs_update
+fs_update_of(const fs_shards *shards, const fs_seg *seg, size_t at, size_t n)
 {
     const fs_precision *precision = &shards->policy.precision;
     const fs_block *block = &shards->blocks[shards->rank];
-    size_t at = fs_state_at(shards, seg);
-    unsigned char *weight = fs_own_at(shards, shards->rank, seg);
+    size_t state_at = fs_state_at(shards, seg) + at;
+    unsigned char *weight = fs_own_at(shards, shards->rank, seg) + at * fs_param_nbytes(shards);
     fs_update update = {
-        .hyper = *hyper,
         .grad_scale = (float)(shards->verdict.grad_scale * shards->factor[seg->param]),
-        .grad = block->acc + at * fs_dtype_nbytes(precision->accumulate),
+        .grad = block->acc + state_at * fs_dtype_nbytes(precision->accumulate),
         .grad_dtype = precision->accumulate,
-        .master = block->master == NULL ? NULL : block->master + at,
-        .remainder = block->remainder == NULL ? NULL : block->remainder + at,
+        .master = block->master == NULL ? NULL : block->master + state_at,
+        .remainder = block->remainder == NULL ? NULL : block->remainder + state_at,
         .weight_dtype = precision->param,
         .moment_dtype = precision->moments,
         .stochastic = precision->stochastic,
-        .first = seg->begin,
-        .n = seg->end - seg->begin,
+        .first = seg->begin + at,
+        .n = n,
     };
     if (fs_writes_weight(shards, seg->cut)) {
         update.weight = weight;
     } else {
         update.weight_read = weight;
     }
-    size_t moment_at = at * fs_dtype_nbytes(precision->moments);
+    size_t moment_at = state_at * fs_dtype_nbytes(precision->moments);
     update.moment1 = shards->moments_n > 0 ? block->moments[0] + moment_at : NULL;
     update.moment2 = shards->moments_n > 1 ? block->moments[1] + moment_at : NULL;
     update.moment3 = shards->moments_n > 2 ? block->moments[2] + moment_at : NULL;
-    shards->exec->device->update(shards->exec, &update);
+    return update;
 }
 
 static void
@@ -276,17 +275,19 @@ update_cut(fs_shards *shards, int cut, const fs_hyper *hyper)
 {
     for (fs_seg_range s = fs_segs(shards->layout, cut, -1); s.seg < s.end; s.seg++) {
         if (s.seg->pos_n != FS_FROZEN && shards->had[s.seg->param]) {
-            update_segment(shards, s.seg, &hyper[s.seg->param]);
+            fs_update update = fs_update_of(shards, s.seg, 0, s.seg->end - s.seg->begin);
+            update.hyper = hyper[s.seg->param];
+            shards->exec->device->update(shards->exec, &update);
         }
     }
 }
 
+/* Where the state lives, which is where weights and gradients are, or reached from there. */
 static fs_status
-update_and_publish(fs_shards *shards, const fs_hyper *hyper)
+update_in_place(fs_shards *shards, const fs_hyper *hyper)
 {
     const fs_policy *policy = &shards->policy;
     int end = shards->keep_first + policy->keep;
-    fs_gather_let_write(shards);
     for (int c = shards->keep_first; c < end; c++) {
         if (c != shards->rank) {
             update_cut(shards, c, hyper);
@@ -300,6 +301,15 @@ update_and_publish(fs_shards *shards, const fs_hyper *hyper)
         FS_TRY(fs_meet(shards->world, &what, NULL, NULL, FS_NOSIG));
     }
     update_cut(shards, shards->rank, hyper);
+    return FS_OK;
+}
+
+static fs_status
+update_and_publish(fs_shards *shards, const fs_hyper *hyper)
+{
+    bool on_host = shards->streams != NULL && shards->policy.on_host.state;
+    fs_gather_let_write(shards);
+    FS_TRY(on_host ? fs_offload_update(shards, hyper) : update_in_place(shards, hyper));
     if (shards->streams != NULL) {
         fs_mark_set(shards, FS_STREAM_COMPUTE, shards->streams->sums);
     }

@@ -61,19 +61,28 @@ is_done(void *ctx)
 }
 
 fs_status
-fs_mark_wait(fs_shards *shards, fs_stream_id stream, unsigned flags)
+fs_mark_await(fs_shards *shards, fs_mark *mark, unsigned flags)
 {
     fs_streams *streams = shards->streams;
-    if (streams == NULL) {
+    event_wait wait = {streams->runtime, shards->exec->context, mark->event};
+    if (mark->clock[mark->stream] == 0) {
         return FS_OK;
     }
-    fs_mark_set(shards, stream, streams->awaited);
-    event_wait wait = {streams->runtime, shards->exec->context, streams->awaited->event};
     FS_TRY(fs_wait(shards->world, is_done, &wait, flags | FS_NOBELL));
     for (int s = 0; s < FS_STREAMS_N; s++) { /* the host gives nothing before it has seen this */
-        join_clock(streams->clock[s], streams->awaited->clock);
+        join_clock(streams->clock[s], mark->clock);
     }
     return fs_streams_check(shards);
+}
+
+fs_status
+fs_mark_wait(fs_shards *shards, fs_stream_id stream, unsigned flags)
+{
+    if (shards->streams == NULL) {
+        return FS_OK;
+    }
+    fs_mark_set(shards, stream, shards->streams->awaited);
+    return fs_mark_await(shards, shards->streams->awaited, flags);
 }
 
 // ---- failures -----------------------------------------------------------------------------------
@@ -131,8 +140,11 @@ static fs_status
 open_marks(fs_shards *shards)
 {
     fs_streams *streams = shards->streams;
-    fs_mark **single[] = {&streams->handed,  &streams->weights,   &streams->sums,
-                          &streams->brought, &streams->published, &streams->awaited};
+    fs_mark **single[] = {
+        &streams->handed,    &streams->weights, &streams->sums,
+        &streams->brought,   &streams->published, &streams->awaited,
+        &streams->offload.ready[0], &streams->offload.ready[1],
+    };
     size_t single_n = sizeof single / sizeof single[0];
     size_t slots_n = (size_t)shards->layout->slots_n, pool_n = (size_t)shards->pool_n;
     FS_TRY(fs_calloc(single_n + slots_n + 2 * pool_n, sizeof *streams->marks, &streams->marks));
@@ -174,11 +186,12 @@ open_pinned(fs_shards *shards)
     fs_streams *streams = shards->streams;
     fs_arena counting;
     fs_arena_init_counting(&counting, NULL, FS_HOME_PRIVATE);
-    FS_TRY(fs_place_pinned(shards->layout, shards->rank, &counting, streams));
+    FS_TRY(fs_place_pinned(shards->layout, &shards->policy, shards->rank, &counting, streams));
     FS_TRY(streams->runtime->pinned_open(shards->exec->context, counting.used, &streams->pinned));
     fs_arena_init_over(&streams->pinned_arena, fs_world_ledger(shards->world), FS_HOME_PRIVATE,
                        streams->pinned, counting.used);
-    return fs_place_pinned(shards->layout, shards->rank, &streams->pinned_arena, streams);
+    return fs_place_pinned(shards->layout, &shards->policy, shards->rank, &streams->pinned_arena,
+                           streams);
 }
 
 /* What is sent where there is no gradient: -0.0 added to anything leaves its bits. */
@@ -202,6 +215,21 @@ fill_absent(fs_shards *shards)
     }
 }
 
+/* The CPU's table, for a state that lives on the host. */
+static fs_status
+open_host(fs_shards *shards)
+{
+    fs_isa isa;
+    fs_exec *host = &shards->streams->offload.host;
+    if (!shards->policy.on_host.state) {
+        return FS_OK;
+    }
+    FS_TRY(fs_isa_choose(&isa));
+    FS_TRY(fs_device_cpu(isa, &host->device));
+    host->pool = shards->exec->pool;
+    return FS_OK;
+}
+
 fs_status
 fs_streams_open(fs_shards *shards)
 {
@@ -209,6 +237,7 @@ fs_streams_open(fs_shards *shards)
     FS_TRY(open_marks(shards));
     FS_TRY(open_pinned(shards));
     FS_TRY(open_lists(shards));
+    FS_TRY(open_host(shards));
     if (streams->absent_nbytes > 0) {
         fill_absent(shards);
     }
@@ -252,6 +281,18 @@ fs_streams_connect(fs_shards *shards)
 // ---- close --------------------------------------------------------------------------------------
 
 void
+fs_streams_close_moments(fs_shards *shards)
+{
+    fs_streams *streams = shards->streams;
+    if (!shards->policy.on_host.state) {
+        streams->runtime->memory_close(shards->exec->context, streams->moments_memory,
+                                       streams->moments_nbytes);
+    } else if (streams->moments_memory != NULL) {
+        streams->runtime->pinned_close(shards->exec->context, streams->moments_memory);
+    }
+}
+
+void
 fs_streams_close(fs_shards *shards)
 {
     fs_streams *streams = shards->streams;
@@ -269,10 +310,13 @@ fs_streams_close(fs_shards *shards)
     }
     fs_grad_close_spills(shards, true); /* waits for the device, so after the engines' end */
     runtime->memory_close(context, streams->memory, streams->memory_nbytes);
-    runtime->memory_close(context, streams->moments_memory, streams->moments_nbytes);
+    fs_streams_close_moments(shards);
     fs_arena_close(&streams->pinned_arena);
     if (streams->pinned != NULL) {
         runtime->pinned_close(context, streams->pinned);
+    }
+    if (streams->on_host != NULL) {
+        runtime->pinned_close(context, streams->on_host);
     }
     for (size_t i = 0; i < streams->marks_n; i++) {
         if (streams->marks[i].event != NULL) {

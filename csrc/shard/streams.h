@@ -1,8 +1,9 @@
 /* What shards on a device have besides arrays: streams, events, engines. All of it is NULL on the
  * CPU, where operations are done when they return and every function here does nothing.
  *
- * Three streams of the rank's context: compute, which is the caller's; gather, which fills the pool
- * and brings whole weights up to date; reduce, which exchanges gradients and sums them. What one
+ * Four streams of the rank's context: compute, which is the caller's; gather, which fills the pool
+ * and brings whole weights up to date; reduce, which exchanges gradients and sums them; copy, for a
+ * state that the host moves (offload.c). What one
  * hands to another is ordered by marks. The host waits for the device in two places: where a step
  * is settled, and where the caller asks for something of it. */
 #ifndef FS_SHARD_STREAMS_H
@@ -12,7 +13,7 @@
 
 #include "shard.h"
 
-#define FS_STREAMS_N (FS_STREAM_REDUCE + 1)
+#define FS_STREAMS_N (FS_STREAM_COPY + 1)
 
 /* A point of a stream. clock: how far every stream had come by then, in marks set: what follows
  * this mark follows those. A wait that other waits imply already is not made. */
@@ -38,6 +39,19 @@ typedef struct fs_talk {
 #define FS_TRANSFER_N ((size_t)1 << 19)
 #define FS_TRANSFER_WIDTH sizeof(double)
 
+/* Elements of a piece that goes between device and host in an update on the host. */
+#ifndef FS_OFFLOAD_N /* tests take small ones */
+#define FS_OFFLOAD_N ((size_t)1 << 20)
+#endif
+
+/* What an update on the host needs; nothing of it is there while state lives on the device. */
+typedef struct fs_offload {
+    fs_exec host; /* the CPU's table and this rank's threads */
+    size_t n;     /* elements of a buffer */
+    unsigned char *grads[2], *weights[2]; /* pinned; NULL where used in place */
+    fs_mark *ready[2]; /* copy: the host may use the buffer */
+} fs_offload;
+
 typedef struct fs_streams {
     const fs_runtime *runtime;
     fs_exec exec[FS_STREAMS_N];
@@ -58,8 +72,9 @@ typedef struct fs_streams {
     fs_looks looks; /* while an engine waits */
     uint64_t gathers_n; /* of this rank */
 
-    void *memory, *moments_memory, *pinned;
+    void *memory, *moments_memory, *pinned, *on_host;
     size_t memory_nbytes, moments_nbytes;
+    fs_offload offload;
     unsigned char *staging; /* what peers send of a cut of a unit: size - 1 pieces */
     size_t piece_nbytes;
     unsigned char *absent; /* -0.0: adds nothing, not even a sign */
@@ -105,6 +120,13 @@ void fs_mark_after(fs_shards *shards, fs_stream_id stream, const fs_mark *mark);
 /* The host waits until the device has done all that stream was given. flags: of fs_wait. */
 FS_NODISCARD fs_status
 fs_mark_wait(fs_shards *shards, fs_stream_id stream, unsigned flags);
+
+/* Gives the memory of the moments back, on the device or on the host. */
+void fs_streams_close_moments(fs_shards *shards);
+
+/* The host waits for mark; one that was never set is none. flags: of fs_wait. */
+FS_NODISCARD fs_status
+fs_mark_await(fs_shards *shards, fs_mark *mark, unsigned flags);
 
 /* Device memory of the shards, counted under home by the arena over it. */
 FS_NODISCARD fs_status

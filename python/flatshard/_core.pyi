@@ -15,7 +15,7 @@ _Path = str | os.PathLike[str]
 _Array = npt.NDArray[Any]
 _Tokens = npt.NDArray[np.int32]
 # class of memory -> (private, world, peak) bytes
-_Rows = dict[str, tuple[int, int, int]]
+_Rows = dict[str, tuple[int, int, int, int]]
 # op, control, unit, count, bytes, start, spent, waited (nanoseconds)
 _LogEntry = tuple[str, bool, str, int, int, int, int, int]
 # name, second name of a tie, shape, unit, trainable
@@ -216,7 +216,14 @@ def layout_describe(
     params: _Params, units: _Units, policy: _Policy, size: int, /
 ) -> tuple[Any, ...]: ...
 def shards_plan(
-    params: _Params, units: _Units, policy: _Policy, size: int, rank: int, moments_n: int, /
+    params: _Params,
+    units: _Units,
+    policy: _Policy,
+    size: int,
+    rank: int,
+    moments_n: int,
+    device: bool,
+    /,
 ) -> _Rows: ...
 
 @final
@@ -281,6 +288,7 @@ def llama_plan(
     checkpointing: bool,
     batch: int,
     length: int,
+    device: bool,
     /,
 ) -> _Rows: ...
 

@@ -399,13 +399,15 @@ class Shards:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def planned(self) -> dict[str, tuple[int, int]]:
-        """What the plan says these shards hold on this rank: class to (private, world) bytes."""
+    def planned(self) -> dict[str, tuple[int, int, int]]:
+        """What the plan says these shards hold on this rank: class to (private, world, device)
+        bytes."""
         rows = _core.shards_plan(
             *self._definition,
             self.policy.core(),
             self.world.size,
             self.world.rank,
             len(self._moments),
+            self.policy.device != "cpu",
         )
-        return {name: (row[0], row[1]) for name, row in rows.items()}
+        return {name: (row[0], row[1], row[3]) for name, row in rows.items()}

@@ -45,52 +45,71 @@ class Plan:
     Parameters
     ----------
     ranks : tuple of dict
-        For each rank: class to (private, world) bytes. World bytes are memory shared with the other
-        ranks of the host, each byte charged to the rank that owns it.
+        For each rank: class to (private, world, device) bytes. World bytes are memory shared with
+        the other ranks of the host, each byte charged to the rank that owns it; device bytes lie in
+        the memory of the rank's GPU.
     what : str
         What was planned, in words.
     """
 
-    ranks: tuple[dict[str, tuple[int, int]], ...]
+    ranks: tuple[dict[str, tuple[int, int, int]], ...]
     what: str
 
     def rank(self, rank: int = 0) -> dict[str, int]:
-        """Class to bytes charged to a rank."""
+        """Class to bytes charged to a rank, on the host and on its device."""
         return {name: sum(row) for name, row in self.ranks[rank].items()}
+
+    def device(self, rank: int = 0) -> dict[str, int]:
+        """Class to bytes in the memory of a rank's device; all 0 on the CPU."""
+        return {name: row[2] for name, row in self.ranks[rank].items()}
 
     @property
     def host(self) -> dict[str, int]:
-        """Class to bytes of all ranks: a host that holds the whole world."""
-        return {name: sum(sum(rank[name]) for rank in self.ranks) for name in self.ranks[0]}
+        """Class to bytes of all ranks in the memory of a host that holds the whole world."""
+        return {name: sum(sum(rank[name][:2]) for rank in self.ranks) for name in self.ranks[0]}
 
     @property
     def rank_nbytes(self) -> int:
-        """Bytes of the rank that needs most."""
+        """Bytes of the rank that needs most, on the host and on its device."""
         return max(sum(map(sum, rank.values())) for rank in self.ranks)
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of all ranks."""
+        """Bytes of all ranks in the host's memory."""
         return sum(self.host.values())
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes on the device of the rank that needs most there; 0 on the CPU."""
+        return max(sum(self.device(rank).values()) for rank in range(len(self.ranks)))
 
     def table(self) -> str:
         """The plan as text, one class a line."""
-        lines = [self.what, f"{'':14}{'rank 0':>14}{'host':>14}"]
-        host = self.host
-        for name, nbytes in self.rank(0).items():
-            if nbytes or host[name]:
-                lines.append(f"{name:14}{_bytes(nbytes):>14}{_bytes(host[name]):>14}")
-        lines.append(
-            f"{'total':14}{_bytes(sum(self.rank(0).values())):>14}{_bytes(self.host_nbytes):>14}"
-        )
+        columns = {"rank 0": self.rank(0), "host": self.host}
+        if self.device_nbytes:
+            device = self.device(0)
+            mine = {name: nbytes - device[name] for name, nbytes in self.rank(0).items()}
+            columns = {"rank 0": mine, "its device": device, "host": self.host}
+        lines = [self.what, f"{'':14}" + "".join(f"{head:>14}" for head in columns)]
+        for name in self.ranks[0]:
+            row = [column[name] for column in columns.values()]
+            if any(row):
+                lines.append(f"{name:14}" + "".join(f"{_bytes(n):>14}" for n in row))
+        totals = [sum(column.values()) for column in columns.values()]
+        lines.append(f"{'total':14}" + "".join(f"{_bytes(n):>14}" for n in totals))
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table()
 
 
-def _add(a: dict[str, tuple[int, int]], b: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    return {name: (a[name][0] + b[name][0], a[name][1] + b[name][1]) for name in a}
+_Charged = dict[str, tuple[int, int, int]]
+
+
+def _add(a: _Charged, b: _Charged) -> _Charged:
+    return {
+        name: (x[0] + b[name][0], x[1] + b[name][1], x[2] + b[name][2]) for name, x in a.items()
+    }
 
 
 def _shapes(source: Mapping[str, Any]) -> tuple[list[Parameter], list[tuple[str, int, int]]]:
@@ -118,6 +137,7 @@ def plan(
     checkpointing: bool = False,
     background: bool = False,
     budget: int | None = None,
+    device: str = "cpu",
 ) -> Plan:
     """Count the memory of a training run without allocating any of it.
 
@@ -143,6 +163,9 @@ def plan(
         each rank saves, and its buffer.
     budget : int, bytes, optional
         Room of the host.
+    device : {"cpu", "cuda"}
+        Where ranks compute: on a GPU, what ``Sharding(offload=)`` does not put on the CPU lies in
+        its memory. None need be here.
 
     Returns
     -------
@@ -159,7 +182,7 @@ def plan(
     """
     if optimizer not in _MOMENTS:
         raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(_MOMENTS)}")
-    policy = resolve(world_size, sharding=sharding, precision=precision)
+    policy = resolve(world_size, sharding=sharding, precision=precision, device=device)
     native = not isinstance(source, Mapping) or "model_type" in source or "hidden_size" in source
     config: Any = None
     if native:
@@ -197,7 +220,7 @@ def plan_layout(
     *,
     optimizer: str,
     named: str,
-    activations: Mapping[str, Any] | None = None,
+    activations: _Charged | None = None,
     batch: tuple[int, int] | None = None,
     background: bool = False,
     budget: int | None = None,
@@ -226,19 +249,28 @@ def plan_layout(
     definition = core_definition(parameters, units)
     ranks = []
     for rank in range(world_size):
-        rows = _core.shards_plan(*definition, policy.core(), world_size, rank, _MOMENTS[optimizer])
-        charged = {name: (row[0], row[1]) for name, row in rows.items()}
+        rows = _core.shards_plan(
+            *definition,
+            policy.core(),
+            world_size,
+            rank,
+            _MOMENTS[optimizer],
+            policy.device != "cpu",
+        )
+        charged = {name: (row[0], row[1], row[3]) for name, row in rows.items()}
         if background:
             copy = _core.snapshot_plan(
                 *definition, policy.core(), world_size, rank, _MOMENTS[optimizer]
             )
-            charged = _add(charged, copy)
+            charged = _add(charged, {name: (row[0], row[1], row[3]) for name, row in copy.items()})
         ranks.append(charged if activations is None else _add(charged, activations))
     numel = sum(p.numel for p in parameters)
     what = (
         f"{numel:,} parameters, {world_size} ranks, stage {policy.sharding.stage}, "
         f"gather {policy.sharding.gather}, {named}, {optimizer}"
     )
+    if policy.device != "cpu":
+        what += f", on {policy.device}"
     if batch is not None:
         what += f", batch {batch[0]} x {batch[1]}"
     if background:
@@ -266,16 +298,20 @@ def memory(target: Any) -> dict[str, tuple[int, int, int]]:
     Returns
     -------
     dict of str to (int, int, int)
-        Class to (planned, held, peak) bytes charged to this rank: private memory and its share of
-        memory shared with other ranks. Held and peak are those of the whole world object.
+        Class to (planned, held, peak) bytes charged to this rank: private memory, its share of
+        memory shared with other ranks, and memory of its device. Held and peak are those of the
+        whole world object.
     """
     world = target if hasattr(target, "memory") else target.shards.world
     rows = world.memory()
     if target is world:
-        return {name: (row[0] + row[1], row[0] + row[1], row[2]) for name, row in rows.items()}
+        return {
+            name: (row[0] + row[1] + row[3], row[0] + row[1] + row[3], row[2])
+            for name, row in rows.items()
+        }
     planned = target.planned() if hasattr(target, "planned") else target.shards.planned()
     return {
-        name: (sum(planned.get(name, (0, 0))), row[0] + row[1], row[2])
+        name: (sum(planned.get(name, (0, 0, 0))), row[0] + row[1] + row[3], row[2])
         for name, row in rows.items()
     }
 
@@ -286,17 +322,25 @@ def _phases(policy: Policy, world_size: int) -> list[tuple[str, str, str]]:
     part = "owned part" if policy.keep == 1 else f"{policy.keep} of {world_size} parts"
     if policy.keep == world_size:
         part = "whole on each rank"
+    on_device = policy.device != "cpu"
+
+    def home(on_host: bool) -> str:
+        return (
+            ("pinned host memory" if on_host else "device memory") if on_device else "world memory"
+        )
+
+    params, grads, state = map(home, policy.on_host)
     homes = {
         "shared": "world memory, one copy on the host",
-        "whole": "world memory, whole on each rank",
-        "shard": "world memory, owned part on each rank",
+        "whole": f"{params}, whole on each rank",
+        "shard": f"{params}, owned part on each rank",
     }
     weights = homes[policy.weights]
     moved = "float32" if p.master else p.param
     masters = {
         None: f"none: the {p.param} weight is moved",
-        "float32": f"float32, world memory, {part}",
-        "split": f"float32, split: the compute copy and a 16-bit remainder, world memory, {part}",
+        "float32": f"float32, {state}, {part}",
+        "split": f"float32, split: the compute copy and a 16-bit remainder, {state}, {part}",
     }
     rounding = "to nearest even"
     if p.master == "split":
@@ -307,25 +351,32 @@ def _phases(policy: Policy, world_size: int) -> list[tuple[str, str, str]]:
             rounding = f"at random in proportion (seed {p.rounding_seed})"
     scale = "none" if p.loss_scale is None else "a power of two, divided out in float32 by the step"
     gathered = "the weights themselves" if policy.weights != "shard" else "private pool"
+    if on_device and policy.weights == "shard":
+        gathered = "pool in device memory"
     if policy.weights == "shard" and policy.pool_units < 0:
         gathered = "memory of the front end, while it is used"
     return [
         ("load", "weights read", f"any float dtype -> {moved}"),
         ("flat", "compute copy", f"{p.param}, {weights}"),
         ("flat", "master", masters[p.master]),
-        ("optimizer", "moments", f"{p.moments}, world memory, {part}"),
+        ("optimizer", "moments", f"{p.moments}, {state}, {part}"),
         ("forward", "gathered unit", f"{p.param}, {gathered}"),
-        ("forward", "GEMM operands, activations", "float32, private"),
-        ("forward", "norms, softmax, rotary tables, loss", "float32 or better, private"),
-        ("backward", "gradients in slots", f"{p.reduce}, world memory"),
         (
-            "reduce",
-            "sum over ranks",
-            f"float32, stored as {p.accumulate}, world memory, {part}",
+            "forward",
+            "GEMM operands, activations",
+            f"{p.param}, device memory" if on_device else "float32, private",
         ),
+        ("forward", "norms, softmax, rotary tables, loss", "float32 or better, private"),
+        ("backward", "gradients in slots", f"{p.reduce}, {home(False)}"),
+        ("reduce", "sum over ranks", f"float32, stored as {p.accumulate}, {grads}, {part}"),
         ("pre-step", "norm", "float64 sum of squares of what the reduce wrote"),
         ("pre-step", "loss scale", scale),
-        ("step", "update", f"float32 arithmetic; writes {moved} and {p.moments}"),
+        (
+            "step",
+            "update",
+            f"float32 arithmetic{', on the CPU' if policy.on_host[2] else ''}; "
+            f"writes {moved} and {p.moments}",
+        ),
         ("step", "published weights", f"{p.param}, rounded {rounding}"),
     ]
 
@@ -364,7 +415,7 @@ def describe(target: Any) -> str:
     resting = sum(shards.parameters[p].numel for p in shards._frozen)
     if resting:
         lines.append(f"{resting:,} more are frozen for now, and keep their buffers")
-    if s.offload is not None:
+    if s.offload is not None and policy.device == "cpu":
         lines.append('offload: every home above is on the CPU, where "device" and "cpu" are one')
     if shards.settings is not None:
         lines += ["", shards.settings.table()]

@@ -24,13 +24,16 @@ Home = Literal["device", "cpu", "disk"]
 
 @dataclass(frozen=True)
 class Offload:
-    """Where each class of memory lives when it is idle.
+    """Where each class of memory lives when it is idle. The bits of a run do not depend on it.
 
     Parameters
     ----------
     params, grads, state : {"device", "cpu", "disk"}
         Home of the compute copies, of the summed gradients, of masters and moments. On the CPU
-        "device" and "cpu" are one home.
+        "device" and "cpu" are one home; on a GPU "cpu" is pinned host memory. ``params="cpu"``
+        (stage 3): each gather copies from there. ``grads="cpu"``: sums are written and read there.
+        ``state="cpu"``: the CPU takes the step, over gradients that come down and weights that go
+        back up in pieces while it computes.
     path : str, optional
         Folder of the files of homes on disk.
 
@@ -320,6 +323,8 @@ class Policy:
     pool_units : int
         Units that may be gathered at once, with "shard"; 0: all; -1: the front end gathers into
         memory of its own.
+    device : str
+        Where ranks compute: "cpu" or "cuda".
     """
 
     sharding: Sharding
@@ -328,6 +333,16 @@ class Policy:
     keep: int
     slot_per_unit: bool
     pool_units: int
+    device: str = "cpu"
+
+    @property
+    def on_host(self) -> tuple[bool, bool, bool]:
+        """Do compute copies, summed gradients, masters and moments live in host memory although the
+        ranks compute on a device? On the CPU there is one home."""
+        homes = self.sharding.offload
+        if homes is None or self.device == "cpu":
+            return (False, False, False)
+        return (homes.params == "cpu", homes.grads == "cpu", homes.state == "cpu")
 
     def core(self) -> tuple[object, ...]:
         """The tuple that the C core takes."""
@@ -345,6 +360,7 @@ class Policy:
             p.moments,
             p.rounding == "stochastic",
             p.rounding_seed,
+            *self.on_host,
         )
 
 
@@ -387,7 +403,8 @@ def resolve(
     ------
     ValueError
         ``replicate`` does not divide the world, the preset is unknown, or ``gather="view"`` where
-        ranks cannot share weights: on several hosts, or on a device.
+        ranks cannot share weights: on several hosts, or on a device. ``Offload(params="cpu")`` on
+        a device below stage 3.
     """
     if isinstance(precision, str):
         if precision not in PRESETS:
@@ -410,6 +427,13 @@ def resolve(
     weights: Literal["shared", "whole", "shard"] = "shared"
     if gather == "copy":
         weights = "shard" if sharding.stage == 3 else "whole"
+    offload = sharding.offload
+    if device != "cpu" and offload is not None and offload.params == "cpu" and weights != "shard":
+        raise ValueError(
+            f'Offload(params="cpu") at stage {sharding.stage}: weights that are whole on every '
+            "rank are read in place and stay on the device; use stage 3, which gathers them when "
+            "they are needed"
+        )
     return Policy(
         sharding=replace(sharding, gather=gather),
         precision=replace(precision, reduce=precision.reduce or produced),
@@ -417,4 +441,5 @@ def resolve(
         keep=world_size if sharding.stage == 0 else sharding.replicate,
         slot_per_unit=sharding.stage <= 1,
         pool_units=-1 if not pool else 1 if sharding.reshard_after_forward else 0,
+        device=device.partition(":")[0],
     )

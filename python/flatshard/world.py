@@ -488,14 +488,15 @@ class World:
             with contextlib.suppress(RuntimeError):  # closed in the block
                 self._core.set_deadlines(*before)
 
-    def memory(self) -> dict[str, tuple[int, int, int]]:
+    def memory(self) -> dict[str, tuple[int, int, int, int]]:
         """Bytes this rank holds, as the allocator counted them.
 
         Returns
         -------
         dict
-            class -> (private, in world memory, peak of both), in bytes. World memory is charged to
-            the rank that owns it.
+            class -> (private, in world memory, peak of all, on the device), in bytes. World memory
+            is charged to the rank that owns it; private memory includes what is pinned for the
+            device.
         """
         return self._core.memory()
 

@@ -208,8 +208,17 @@ def test_contradictions() -> None:
         config.fsdp({"fsdp_size": 4}, world_size=2)
     with pytest.raises(ConfigError, match=r"is for 4 ranks, and this world has 2"):
         config.fsdp({"fsdp_size": 4}).check_world(2)
-    with pytest.raises(ConfigError, match="homes away from the cuda device are not there yet"):
-        config.fsdp({"cpu_offload": True}, device="cuda")
+    with pytest.raises(ConfigError, match=r"keeps weights whole \(stage 0\): on cuda these stay"):
+        config.fsdp({"sharding_strategy": "NO_SHARD", "cpu_offload": True}, device="cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_offload_on_every_device(device: str) -> None:
+    everything = Offload(params="cpu", grads="cpu", state="cpu")
+    for key in ("cpu_offload", "offload_params"):
+        read = config.fsdp({key: True}, device=device)
+        assert read.sharding.offload == everything
+        assert "pinned host memory" in next(k.text for k in read.keys if k.path == key)
 
 
 def test_size_based_wrap() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from config_cases import meaning, row
 
-from flatshard import ConfigError, MixedPrecision, Sharding, config
+from flatshard import ConfigError, MixedPrecision, Offload, Sharding, config
 from flatshard.config import LATER, Batch, Units
 
 pytestmark = pytest.mark.quick
@@ -355,9 +355,9 @@ def test_offload_said_twice() -> None:
     with pytest.raises(ConfigError, match=r"cpu_offload is true, but .*device is none"):
         config.deepspeed({"zero_optimization": zero}, world_size=1)
     zero["offload_optimizer"] = {"device": "cpu"}
-    config.deepspeed({"zero_optimization": zero}, world_size=1)
-    with pytest.raises(ConfigError, match="homes away from the cuda device"):
-        config.deepspeed({"zero_optimization": zero}, world_size=1, device="cuda")
+    for device in ("cpu", "cuda"):
+        read = config.deepspeed({"zero_optimization": zero}, world_size=1, device=device)
+        assert read.sharding.offload == Offload(grads="cpu", state="cpu")
 
 
 def test_bf16_under_both_names() -> None:

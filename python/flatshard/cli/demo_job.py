@@ -124,7 +124,10 @@ def _train(world: fs.World, job: Job, events: _Events) -> None:
         if job.checkpoints is not None and job.save_every and step % job.save_every == 0:
             fs.checkpoint.save(job.checkpoints, model, opt, step=step, user=data.state())
     events.say("trained", seconds=time.perf_counter() - started)
-    held = {name: sum(row[:2]) - sum(empty[name][:2]) for name, row in world.memory().items()}
+    held = {
+        name: sum(row[:2]) + row[3] - sum(empty[name][:2]) - empty[name][3]
+        for name, row in world.memory().items()
+    }
     events.say("memory", params=model.params, held=held)
 
 

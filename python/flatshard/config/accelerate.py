@@ -250,7 +250,7 @@ def _settings(
 ) -> Settings:
     reader = asked.reader
     if asked.kind == "deepspeed":
-        return _of_deepspeed(asked, world_size, auto, device)
+        return _of_deepspeed(asked, world_size, auto)
     steps = reader.read(
         {
             key: value
@@ -287,7 +287,7 @@ def _settings(
 
 
 def _of_deepspeed(
-    asked: _Asked, world_size: int | None, auto: Mapping[str, Any] | None, device: str
+    asked: _Asked, world_size: int | None, auto: Mapping[str, Any] | None
 ) -> Settings:
     reader, mixed = asked.reader, asked.mixed
     found = reader.read(asked.sections["deepspeed_config"], DEEPSPEED, "deepspeed_config")
@@ -301,9 +301,7 @@ def _of_deepspeed(
                 )
         values, name = load(file)
         known = {"fp16": mixed == "fp16", "bf16": mixed == "bf16"} if mixed != "no" else {}
-        read = read_deepspeed(
-            values, name, world_size=world_size, auto={**known, **(auto or {})}, device=device
-        )
+        read = read_deepspeed(values, name, world_size=world_size, auto={**known, **(auto or {})})
         if mixed != "no" and read.precision.param == "float32":
             reader.fail("", f"mixed_precision is {mixed}, and {name} has float32")
         return replace(read, keys=(*reader.rows, *read.keys))
@@ -322,7 +320,7 @@ def _of_deepspeed(
         values["gradient_accumulation_steps"] = found["gradient_accumulation_steps"]
     if mixed != "no":
         values[mixed] = {"enabled": True}
-    read = read_deepspeed(values, reader.source, world_size=world_size, device=device)
+    read = read_deepspeed(values, reader.source, world_size=world_size)
     if "zero_stage" not in found:
         path = reader.where("deepspeed_config", "zero_stage")
         reader.row(path, 2, "done", "Sharding(stage=2): Accelerate's default")

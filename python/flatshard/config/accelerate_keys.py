@@ -103,13 +103,15 @@ DEEPSPEED: Mapping[str, Rule] = {
     "zero_stage": done(checks.integer(0, 3), lambda v: f"Sharding(stage={v})"),
     "offload_optimizer_device": done(
         checks.device,
-        lambda v: 'Offload(grads="cpu", state="cpu"): "device" and "cpu" are one home on the CPU',
+        lambda v: (
+            'Offload(grads="cpu", state="cpu"): pinned memory beside a GPU; one home on the CPU'
+        ),
         off=lambda v: v == "none",
         off_text="nothing is offloaded",
     ),
     "offload_param_device": done(
         checks.device,
-        lambda v: 'Offload(params="cpu"): "device" and "cpu" are one home on the CPU',
+        lambda v: 'Offload(params="cpu"): pinned memory beside a GPU; one home on the CPU',
         off=lambda v: v == "none",
         off_text="nothing is offloaded",
     ),

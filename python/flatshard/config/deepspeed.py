@@ -100,7 +100,7 @@ def deepspeed(
         ``bf16``, ... and the model's ``hidden_size``. A value that the file says otherwise is a
         contradiction. ``LATER`` leaves open what depends on it.
     device : {"cpu", "cuda"}
-        Where the model computes.
+        Where the model computes. What may be said here does not depend on it.
 
     Returns
     -------
@@ -115,7 +115,7 @@ def deepspeed(
         what would do.
     """
     values, name = load(source)
-    return read_deepspeed(values, name, world_size=world_size, auto=auto, device=device)
+    return read_deepspeed(values, name, world_size=world_size, auto=auto)
 
 
 def read_deepspeed(
@@ -124,7 +124,6 @@ def read_deepspeed(
     *,
     world_size: int | None,
     auto: Mapping[str, Any] | None = None,
-    device: str = "cpu",
 ) -> Settings:
     """Settings from a parsed configuration."""
     for known in auto or {}:
@@ -163,7 +162,7 @@ def read_deepspeed(
     return Settings(
         source=name,
         kind="deepspeed",
-        sharding=Sharding(stage=zero.get("stage", 0), offload=_offload(reader, zero, device)),
+        sharding=Sharding(stage=zero.get("stage", 0), offload=_offload(reader, zero)),
         precision=_precision(reader, found),
         batch=batch,
         max_norm=None if clip in (0, LATER) else clip,
@@ -332,7 +331,7 @@ def _loss_scale(reader: Reader, half: Mapping[str, Any]) -> LossScale:
 # ---- offload ------------------------------------------------------------------------------------
 
 
-def _offload(reader: Reader, zero: Mapping[str, Any], device: str) -> Offload | None:
+def _offload(reader: Reader, zero: Mapping[str, Any]) -> Offload | None:
     homes = {}
     for part, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
         path = f"zero_optimization.{part}"
@@ -345,10 +344,6 @@ def _offload(reader: Reader, zero: Mapping[str, Any], device: str) -> Offload | 
             reader.fail(
                 f"{path}.device",
                 "is nvme: homes on disk are not there yet; the nearest that is offered is cpu",
-            )
-        if home == "cpu" and device != "cpu":
-            reader.fail(
-                path, f"is on the CPU, and homes away from the {device} device are not there yet"
             )
         homes[part] = home
     if homes["offload_param"] == "cpu" and zero.get("stage", 0) != 3:

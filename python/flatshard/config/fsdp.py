@@ -13,7 +13,7 @@ from .settings import Settings, Units
 
 __all__ = ["POLICY", "RULES", "Defaults", "fsdp", "read_fsdp"]
 
-ONE_HOME = '"device" and "cpu" are one home on the CPU'
+ONE_HOME = "pinned host memory where a GPU computes; on the CPU there is one home"
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 #: What ``TrainingArguments(fsdp="full_shard auto_wrap offload")`` may hold besides strategies.
@@ -338,10 +338,12 @@ def read_fsdp(
         )
     offload = None
     if found.get("cpu_offload"):
-        if device != "cpu":
+        if device != "cpu" and stage != 3:
             reader.fail(
                 where("cpu_offload"),
-                f"is true, and homes away from the {device} device are not there yet; leave it out",
+                f"is true with a strategy that keeps weights whole (stage {stage}): on {device} "
+                "these stay there, and only sharded ones can be offloaded; leave it out, or shard "
+                "parameters too",
             )
         offload = Offload(params="cpu", grads="cpu", state="cpu")
     if world_size is not None and found.get("fsdp_size", world_size) != world_size:

@@ -19,7 +19,7 @@ def _offload_text(what: str) -> Any:
     def text(value: str) -> str:
         if value == "nvme":
             return ""  # refused by the reader, which knows the path
-        return f'Offload({what}="cpu"): "device" and "cpu" are one home on the CPU'
+        return f'Offload({what}="cpu"): pinned memory beside a GPU; on the CPU there is one home'
 
     return text
 
@@ -31,7 +31,7 @@ def _is_none(value: object) -> bool:
 SCHEDULED = "flatshard sizes its buffers by unit and schedules them itself: Sharding(prefetch=)"
 REDUCED = "each unit's gradient is reduced from its own slot, as soon as every rank has filled it"
 _ONE_SHARD = "there are no second shards or quantized collectives"
-_OFFLOADED = "homes on the CPU need no staging buffers"
+_OFFLOADED = "flatshard sizes its own buffers, and what is offloaded from a GPU is always pinned"
 FILES = "checkpoints are sharded files that any world size reads"
 
 _hidden_squared = Auto(("hidden_size",), lambda h: int(h) * int(h), False)

@@ -99,7 +99,7 @@ def plan_rows(
     *,
     checkpointing: bool = False,
     frozen: Iterable[str] = (),
-) -> dict[str, tuple[int, int]]:
+) -> dict[str, tuple[int, int, int]]:
     """What forward and backward of a micro-batch hold on a rank, on top of the shards.
 
     Parameters
@@ -119,14 +119,20 @@ def plan_rows(
 
     Returns
     -------
-    dict of str to (int, int)
-        Class to (private, world) bytes.
+    dict of str to (int, int, int)
+        Class to (private, world, device) bytes.
     """
     definition = core_definition(*define(config, frozen=frozen))
     rows = _core.llama_plan(
-        config.core(), *definition, policy.core(), world_size, checkpointing, *batch
+        config.core(),
+        *definition,
+        policy.core(),
+        world_size,
+        checkpointing,
+        *batch,
+        policy.device != "cpu",
     )
-    return {name: (row[0], row[1]) for name, row in rows.items()}
+    return {name: (row[0], row[1], row[3]) for name, row in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -503,7 +509,7 @@ class Llama:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def planned(self) -> dict[str, tuple[int, int]]:
+    def planned(self) -> dict[str, tuple[int, int, int]]:
         """What the plan says this rank holds: the shards', and for the largest micro-batch that was
         trained on."""
         rows = dict(self.shards.planned())
@@ -516,9 +522,9 @@ class Llama:
                 checkpointing=self.checkpointing,
                 frozen=[p.name for p in self.shards.parameters if not p.trainable],
             )
-            for name, (private, world) in more.items():
-                held = rows.get(name, (0, 0))
-                rows[name] = (held[0] + private, held[1] + world)
+            for name, row in more.items():
+                held = rows.get(name, (0, 0, 0))
+                rows[name] = (held[0] + row[0], held[1] + row[1], held[2] + row[2])
         return rows
 
     def _note(self, ids: npt.NDArray[np.int32], train: bool) -> None:

@@ -614,7 +614,8 @@ class _Run:
 
     def memory_held(self) -> int:
         """Bytes this rank holds now."""
-        return sum(private + shared for private, shared, _ in self.world.memory().values())
+        rows = self.world.memory().values()
+        return sum(private + shared + device for private, shared, _, device in rows)
 
     def pss_now(self) -> int:
         """Proportional set size of all ranks, bytes; threads are one process. Collective."""
@@ -625,7 +626,7 @@ class _Run:
     def memory_table(self) -> dict[str, dict[str, int]]:
         """Peak of each class on this rank and, summed over its ranks, on the host. Collective."""
         mine = self.world.memory()
-        peaks = np.array([peak for _, _, peak in mine.values()], np.int64)
+        peaks = np.array([row[2] for row in mine.values()], np.int64)
         host = self.world.all_reduce(peaks)
         return {
             name: {"rank": int(rank), "host": int(total)}
