@@ -217,9 +217,9 @@ def test_memory_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return world.memory()
 
     for memory in local_world(2).run(rank):
-        private, shared, peak = memory["windows"]
-        assert private > 0 and shared > 0 and peak == private + shared
-        assert memory["weights"] == (0, 0, 0)
+        private, shared, peak, device = memory["windows"]
+        assert private > 0 and shared > 0 and peak == private + shared and device == 0
+        assert memory["weights"] == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, True, 5000])
