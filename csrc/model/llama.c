@@ -68,6 +68,9 @@ fs_llama_open(const fs_llama_config *config, fs_shards *shards, bool checkpointi
         FS_TRY_GOTO(llama->runtime->reserve(context, llama->exec->stream,
                                             llama->runtime->gemm_scratch_nbytes()),
                     st, fail);
+        /* No products: what does them is loaded, and told now if it is missing, not amid a step. */
+        llama->exec->device->gemms(llama->exec, NULL, 0);
+        FS_TRY_GOTO(llama->runtime->check(context), st, fail);
     }
     size_t size = (size_t)fs_world_size(llama->world);
     FS_TRY_GOTO(fs_calloc(config->num_hidden_layers, sizeof *llama->layers, &llama->layers), st,

@@ -2,6 +2,8 @@
 // stand-in only
 /* The CUDA library as its user sees it: the entry, contexts, memory, events, failures that stick,
  * streams of others. What the operations compute is for test_cuda_kernels and test_cuda_model. */
+#define _GNU_SOURCE
+#include <stdlib.h>
 #include <string.h>
 
 #include "../cudasim/sim.h"
@@ -171,11 +173,35 @@ test_streams_of_others(void)
     runtime->context_close(exec.context);
 }
 
+/* Asked for no products, the library of products is looked for all the same: whoever will need it
+ * learns at once that it is missing. */
+static void
+test_library_of_products(void)
+{
+    for (int there = 0; there < 2; there++) {
+        fs_exec exec = {.device = device, .stream = FS_STREAM_COMPUTE};
+        fs_sim_reset(1, FS_SIM_SHUFFLED, (size_t)1 << 26);
+        CHECK((there == 0 ? setenv("FLATSHARD_CUBLAS", "/nowhere/libcublas.so.13", 1)
+                          : unsetenv("FLATSHARD_CUBLAS")) == 0, "the environment");
+        CHECK_OK(runtime->context_open(0, &exec.context));
+        CHECK_OK(runtime->reserve(exec.context, exec.stream, runtime->gemm_scratch_nbytes()));
+        device->gemms(&exec, NULL, 0);
+        CHECK_STATUS(runtime->check(exec.context), there == 0 ? FS_EUNSUPPORTED : FS_OK);
+        if (there == 0) {
+            check_says("FLATSHARD_CUBLAS=/nowhere/libcublas.so.13 does not load");
+        }
+        CHECK(fs_sim_cublas_handles() == (size_t)there, "%zu handles", fs_sim_cublas_handles());
+        runtime->context_close(exec.context);
+        CHECK(fs_sim_cublas_handles() == 0, "%zu handles", fs_sim_cublas_handles());
+    }
+}
+
 int
 main(void)
 {
     test_entry();
     test_devices();
+    test_library_of_products();
     for (int ordinal = 0; ordinal < 2; ordinal++) {
         fs_sim_reset((uint64_t)ordinal + 1, FS_SIM_SHUFFLED, 1u << 20);
         test_work(ordinal);
