@@ -88,10 +88,13 @@ test_same_bits(void)
     int cases = 0;
     for (int size = 1; size <= RANKS_MAX; size++) {
         const fs_policy policies[] = {
-            {size, true, FS_WEIGHTS_WHOLE, 1, fp32}, {1, true, FS_WEIGHTS_WHOLE, 1, fp32},
-            {1, false, FS_WEIGHTS_WHOLE, 1, fp32},   {1, false, FS_WEIGHTS_SHARD, 2, fp32},
-            {1, false, FS_WEIGHTS_SHARD, 0, fp32},   {size / 2, false, FS_WEIGHTS_SHARD, 3, fp32},
-            {size / 2, true, FS_WEIGHTS_WHOLE, 1, fp32},
+            {size, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
+            {1, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
+            {1, false, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
+            {1, false, FS_WEIGHTS_SHARD, 2, fp32, {0}},
+            {1, false, FS_WEIGHTS_SHARD, 0, fp32, {0}},
+            {size / 2, false, FS_WEIGHTS_SHARD, 3, fp32, {0}},
+            {size / 2, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
         };
         for (size_t i = 0; i < sizeof policies / sizeof policies[0]; i++) {
             if (policies[i].keep < 1 || size % policies[i].keep != 0) {
@@ -129,7 +132,7 @@ static program
 prefetching(int size)
 {
     return (program){.name = "prefetch", .size = size, .partition = FS_PARTITION_FLAT,
-                     .policy = {1, false, FS_WEIGHTS_SHARD, 2, fp32}, .rule = FS_RULE_ADAMW,
+                     .policy = {1, false, FS_WEIGHTS_SHARD, 2, fp32, {0}}, .rule = FS_RULE_ADAMW,
                      .steps = 2, .rounds = 1, .brief = true, .bad_step = -1};
 }
 
@@ -157,7 +160,7 @@ test_edits(void)
         for (int keeps = 0; keeps < 2; keeps++) {
             fs_weights weights = keeps ? FS_WEIGHTS_WHOLE : FS_WEIGHTS_SHARD;
             program p = {.name = "edits", .size = size, .rule = FS_RULE_SGD, .steps = 3,
-                         .rounds = 2, .policy = {1, keeps != 0, weights, 2, bf16},
+                         .rounds = 2, .policy = {1, keeps != 0, weights, 2, bf16, {0}},
                          .bad_step = -1, .edits = true, .keeps = keeps != 0};
             outcome want = on_cpu(&p);
             outcome got = on_device(&p, (uint64_t)size, FS_SIM_SHUFFLED);
@@ -211,9 +214,9 @@ test_every_wait_is_needed(void)
     const program programs[] = {
         prefetching(2),
         prefetching(1),
-        {.name = "whole", .size = 2, .policy = {1, false, FS_WEIGHTS_WHOLE, 1, fp32},
+        {.name = "whole", .size = 2, .policy = {1, false, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
          .rule = FS_RULE_SGD, .steps = 2, .rounds = 1, .bad_step = -1},
-        {.name = "uneven", .size = 2, .policy = {2, true, FS_WEIGHTS_WHOLE, 1, fp32},
+        {.name = "uneven", .size = 2, .policy = {2, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
          .rule = FS_RULE_SGD, .steps = 3, .uneven = true, .bad_step = -1},
     };
     for (size_t i = 0; i < sizeof programs / sizeof programs[0]; i++) {
