@@ -77,8 +77,8 @@ fs_llama_open(const fs_llama_config *config, fs_shards *shards, bool checkpointi
                 fail);
     FS_TRY_GOTO(fs_calloc(size, sizeof *llama->payloads, &llama->payloads), st, fail);
     if (precision.reduce == FS_F16 || (llama->runtime != NULL && precision.param == FS_F16)) {
-        /* Gradients of sums over thousands of tokens pass 65,504 at any loss scale above 1; and on a
-         * device that of one logit does, at the scale that training begins with. */
+        /* Gradients of sums over thousands of tokens pass 65,504 at any loss scale above 1; and on
+         * a device that of one logit does, at the scale that training begins with. */
         fs_shards_set_prescale(shards, 0x1p-10);
     }
     *out = llama;
