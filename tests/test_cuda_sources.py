@@ -48,6 +48,19 @@ def test_arithmetic_is_exact(name: str, nvcc: str, tmp_path: pathlib.Path) -> No
         assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx
 
 
+def test_attention_uses_tensor_cores(nvcc: str, tmp_path: pathlib.Path) -> None:
+    for name in ("attention_forward", "attention_backward"):
+        ptx = tool().to_ptx(nvcc, ROOT / "csrc" / "cuda" / f"{name}.cu", tmp_path)
+        for word in ("f32.bf16.bf16.f32", "f32.f16.f16.f32"):
+            assert f"mma.sync.aligned.m16n8k16.row.col.{word}" in ptx
+        for word in ("ldmatrix.sync", "cp.async.cg", "ex2.approx.ftz.f32"):
+            assert word in ptx, f"{name}: no {word}"
+        assert "mul.rn.f32" not in ptx, f"{name}: products may not fuse"
+        # Nothing else is approximate, and no float is added to memory that others add to.
+        left = ptx.replace("ex2.approx.ftz.f32", "")
+        assert not re.search(r"\.approx|\.ftz|\batom\.|\bred\.", left)
+
+
 def test_contraction_would_be_seen(nvcc: str, tmp_path: pathlib.Path) -> None:
     module = tool()
     module.ARITHMETIC = ["--fmad=true"]

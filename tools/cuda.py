@@ -25,6 +25,8 @@ SOURCES = sorted(ROOT.glob("csrc/cuda/*.cu"))
 C_SOURCES = [ROOT / "csrc/base" / name for name in ("status.c", "dtype.c", "env.c", "library.c")]
 #: Element arithmetic must give the CPU's bits: no contraction, no flush, no approximation.
 ARITHMETIC = ["--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"]
+#: But for products of attention, which fuse on the CPU too.
+FUSED = {"attention_forward.cu", "attention_backward.cu", "attention_plain.cu"}
 FLAGS = ["-O3", "-std=c++17", "-Werror", "all-warnings", "-Xcompiler"]
 FLAGS += ["-fPIC,-Wall,-Wextra,-fvisibility=hidden"]
 C_FLAGS = ["-O3", "-std=c11", "-fPIC", "-fvisibility=hidden"]
@@ -67,11 +69,18 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
+def arithmetic(source: pathlib.Path) -> list[str]:
+    """The flags of a source's arithmetic."""
+    fused = source.name in FUSED
+    return [flag for flag in ARITHMETIC if not (fused and flag == "--fmad=false")]
+
+
 def to_ptx(nvcc: str, source: pathlib.Path, out: pathlib.Path) -> str:
     """A source as PTX for the oldest architecture, the text."""
     oldest = "compute_" + ARCHITECTURES[0].removeprefix("sm_")
     target = out / f"{source.stem}.ptx"
-    run([nvcc, *FLAGS, *ARITHMETIC, f"-arch={oldest}", "-ptx", str(source), "-o", str(target)])
+    flags = [*FLAGS, *arithmetic(source), f"-arch={oldest}"]
+    run([nvcc, *flags, "-ptx", str(source), "-o", str(target)])
     return target.read_text(encoding="utf-8")
 
 
@@ -113,7 +122,7 @@ def compile_all(nvcc: str, out: pathlib.Path, architectures: list[str], build: s
         # Only a source that uses the build's number is compiled again for another one.
         text = source.read_text(encoding="utf-8")
         macro = [f'-DFS_BUILD_ID="{build}"'] if "FS_BUILD_ID" in text else []
-        command = [nvcc, *FLAGS, *ARITHMETIC, *targets]
+        command = [nvcc, *FLAGS, *arithmetic(source), *targets]
         if source.suffix == ".c":
             command = [*compiler, *C_FLAGS]
         jobs.append(([*command, *macro, "-c", str(source)], out / f"{source.name}.o"))

@@ -7,6 +7,7 @@
 extern "C" {
 #include "../base/build.h"
 #include "../device/plugin.h"
+#include "attention.h"
 #include "model.h"
 }
 
@@ -142,6 +143,8 @@ make_table(void)
     table.model.norm_grad = row<fs_norm_grad, fs_cuda_norm_grad>;
     table.model.heads = row<fs_heads, fs_cuda_heads>;
     table.model.heads_grad = row<fs_heads, fs_cuda_heads_grad>;
+    table.model.attention = row<fs_attention, fs_cuda_attention>;
+    table.model.attention_grad = row<fs_attention, fs_cuda_attention_grad>;
     table.model.swiglu = row<fs_swiglu, fs_cuda_swiglu>;
     table.model.swiglu_grad = row<fs_swiglu, fs_cuda_swiglu_grad>;
     table.model.xent = row<fs_xent, fs_cuda_xent>;

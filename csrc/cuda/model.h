@@ -1,4 +1,5 @@
-/* The model's operations on a GPU, but for attention: see device/model_ops.h for what each does.
+/* The model's operations on a GPU, but for attention (attention.h): see device/model_ops.h for what
+ * each does.
  *
  * Arrays are device memory; structs are read before the call returns. Sums run over the CPU's lanes
  * in the CPU's order, and exp is base/math.h's: given equal fp32 inputs results have the bits of
