@@ -160,7 +160,8 @@ def read_device_array(
     if getattr(value, "requires_grad", False):
         value = value.detach()
     if hasattr(value, "__dlpack__"):
-        _check_place(where, *value.__dlpack_device__(), world)
+        kind, ordinal = value.__dlpack_device__()
+        _check_place(where, int(kind), int(ordinal), world)
         # The producer makes the stream that it is told wait for its own: the caller's.
         try:
             owner: Any = value.__dlpack__(stream=stream, max_version=(1, 0))

@@ -189,9 +189,14 @@ cudaMemcpyAsync(void *dst, const void *src, size_t nbytes, cudaMemcpyKind kind, 
                                       from_device != (from == SIM_HOME_DEVICE))) {
         return sim_fail(cudaErrorInvalidValue);
     }
+    /* Ordinary memory is the host's again after the call: read at the call, or waited for. */
     fs_sim_ranges ranges;
-    ranges.add(src, nbytes, false);
-    ranges.add(dst, nbytes, true);
+    if (from != SIM_HOME_PAGEABLE) {
+        ranges.add(src, nbytes, false);
+    }
+    if (to != SIM_HOME_PAGEABLE) {
+        ranges.add(dst, nbytes, true);
+    }
     if (from == SIM_HOME_PAGEABLE) {
         /* Staged at the call: the caller may change it at once. */
         std::vector<unsigned char> staged(static_cast<const unsigned char *>(src),

@@ -57,6 +57,38 @@ def test_the_bits_of_the_cpu(size: int, stage: int, precision: str) -> None:
     assert here == there
 
 
+@pytest.mark.parametrize(
+    ("size", "stage", "precision"), [(1, 3, "bf16"), (3, 3, "fp32"), (2, 1, "fp16")]
+)
+def test_the_plan_is_what_is_held(size: int, stage: int, precision: str) -> None:
+    def rank(world: fs.World) -> None:
+        before = world.memory()
+        shards = fs.shard(make(1), world, sharding=fs.Sharding(stage=stage), precision=precision)
+        optimizer = fs.AdamW(shards, lr=1e-2)
+        for unit in reversed(shards.units):
+            unit.reduce({name: make(2)[name] for name in unit.names})
+        assert optimizer.step(max_norm=1.0)
+        planned = shards.planned()
+        held = {
+            name: tuple(row[i] - before[name][i] for i in (0, 1, 3))
+            for name, row in world.memory().items()
+        }
+        for name in planned:
+            if name != "bookkeeping":
+                assert held[name] == planned[name], name
+        assert planned["weights"][:2] == (0, 0)
+        assert world.rank > 0 or planned["weights"][2] > 0
+        plan = fs.plan(
+            make(1), world_size=world.size, sharding=fs.Sharding(stage=stage),
+            precision=precision, device="cuda",
+        )  # fmt: skip
+        assert plan.ranks[world.rank]["moments"] == planned["moments"]
+        text = fs.describe(shards)
+        assert "device memory" in text and "world memory" not in text and "gather copy" in text
+
+    fs.local_world(size, device="cuda").run(rank)
+
+
 class Interface:
     """What speaks __cuda_array_interface__ alone."""
 
