@@ -5,6 +5,8 @@ import pathlib
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -68,28 +70,72 @@ def needs_missing(name: str) -> str:
     return "" if shutil.which(compiler) else f"it needs a C++ compiler, and there is no {compiler}"
 
 
-@pytest.fixture(scope="session")
-def built() -> dict[str, str]:
-    """What building each flavour said; flavours are built when first asked for."""
-    return {}
+class Programs:
+    """Builds one flavour after the other, and meanwhile runs what is built, a program a core: most
+    of them keep one core busy, or none."""
+
+    def __init__(self, wanted: list[tuple[str, str]]) -> None:
+        self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
+        self._builder = ThreadPoolExecutor(1)
+        self._missing = {flavour: sanitizer_missing(flavour) for flavour, _ in wanted}
+        self._built = {
+            flavour: self._builder.submit(self._build, flavour)
+            for flavour, missing in self._missing.items()
+            if not missing
+        }
+        self._ran = {
+            (flavour, name): self._pool.submit(self._run, flavour, name)
+            for flavour, name in wanted
+            if not self.missing(flavour, name)
+        }
+
+    def _build(self, flavour: str) -> str:
+        here = [program for other, program in cases() if other == flavour]
+        tests = " ".join(program for program in here if not needs_missing(program))
+        done = make(f"FLAVOUR={flavour}", f"TESTS={tests}", "programs")
+        return "" if done.returncode == 0 else done.stdout[-4000:]
+
+    def _run(self, flavour: str, name: str) -> str:
+        said = self._built[flavour].result()
+        if said:
+            return said
+        done = make(f"FLAVOUR={flavour}", f"TESTS={name}", "run")
+        return "" if done.returncode == 0 else done.stdout[-4000:]
+
+    def missing(self, flavour: str, name: str) -> str:
+        """Why a program cannot be made here; empty when it can."""
+        return needs_missing(name) or self._missing[flavour]
+
+    def said(self, flavour: str, name: str) -> str:
+        """What went wrong; empty when nothing did."""
+        return self._ran[flavour, name].result()
+
+    def close(self) -> None:
+        """Waits for what is running; nothing else begins."""
+        self._pool.shutdown(cancel_futures=True)
+        self._builder.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def programs(request: pytest.FixtureRequest, nothing_stays: None) -> Iterator[Programs]:
+    """Those that this run of tests asks for."""
+    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    asked = [call.params for call in chosen if call and {"flavour", "name"} == set(call.params)]
+    of_all = Programs([(params["flavour"], params["name"]) for params in asked])
+    yield of_all
+    of_all.close()
 
 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("flavour", "name"), cases(), ids=lambda value: str(value))
-def test_program(flavour: str, name: str, built: dict[str, str]) -> None:
-    missing = needs_missing(name) or (sanitizer_missing(flavour) if flavour not in built else "")
+def test_program(flavour: str, name: str, programs: Programs) -> None:
+    missing = programs.missing(flavour, name)
     if missing and os.environ.get("CI"):
         pytest.fail(missing)
     if missing:
         pytest.skip(missing)
-    if flavour not in built:
-        here = [program for other, program in cases() if other == flavour]
-        tests = " ".join(program for program in here if not needs_missing(program))
-        done = make(f"FLAVOUR={flavour}", f"TESTS={tests}", "programs")
-        built[flavour] = "" if done.returncode == 0 else done.stdout[-4000:]
-    assert built[flavour] == "", built[flavour]
-    done = make(f"FLAVOUR={flavour}", f"TESTS={name}", "run")
-    assert done.returncode == 0, done.stdout[-4000:]
+    said = programs.said(flavour, name)
+    assert said == "", said
 
 
 def test_there_are_programs() -> None:

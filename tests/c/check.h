@@ -7,6 +7,16 @@
 
 #include "base/status.h"
 
+/* Does this build look for data races alone? Of cases that differ in values, or that one thread
+ * runs, it needs no more than one: the other flavours run them all. */
+#if defined(__SANITIZE_THREAD__)
+#define UNDER_TSAN 1
+#elif defined(__has_feature)
+#define UNDER_TSAN __has_feature(thread_sanitizer)
+#else
+#define UNDER_TSAN 0
+#endif
+
 /* condition must hold; the rest is a printf format and its values. */
 #define CHECK(condition, ...)                                                   \
     do {                                                                        \

@@ -254,6 +254,9 @@ test_any_shape(void)
         make_folder(folder, name);
         save(&saved[i], folder);
         for (size_t j = 0; j < sizeof loaded / sizeof loaded[0]; j++) {
+            if (UNDER_TSAN && j != i && j != (i + 2) % 5) {
+                continue; /* every shape on both sides; the other flavours run every pair */
+            }
             shape to = loaded[j];
             /* A frozen weight was rounded when it was saved from bf16: compare in bf16. */
             to.param = saved[i].param;
@@ -465,7 +468,7 @@ main(void)
     run_ranks(4, agree_body, NULL);
     make_folder(folder, "hidden");
     run_ranks(2, commit_body, folder);
-    for (int size = 1; size <= 2; size++) {
+    for (int size = UNDER_TSAN ? 2 : 1; size <= 2; size++) { /* one thread races with nobody */
         test_allocations(save_once, size);
         test_allocations(snapshot_once, size);
         test_allocations(read_once, size);

@@ -19,7 +19,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 PACKAGE = HERE.parents[1] / "python"
 
 #: No case takes longer, whatever goes wrong.
-DEADLINE_S = 100.0
+DEADLINE_S = 200.0
 
 
 def _port() -> int:

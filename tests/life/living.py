@@ -78,7 +78,8 @@ def everything(world: Any, folder: str | None = None) -> None:
 
 def held() -> dict[str, int]:
     """What this process holds: descriptors, mappings (of world memory too), threads, Python
-    objects, and bytes of its own."""
+    objects, and bytes of its own and of shared memory. Pages of libraries are not counted: its
+    share of them grows when another process that has them ends."""
     gc.collect()
     with open("/proc/self/maps", encoding="utf-8") as file:
         maps = file.read().splitlines()
@@ -90,7 +91,7 @@ def held() -> dict[str, int]:
         "world maps": sum("flatshard-" in line for line in maps),
         "threads": len(os.listdir("/proc/self/task")),
         "objects": len(gc.get_objects()),
-        "pss": int(rows["Pss"].split()[0]) * 1024,
+        "pss": sum(int(rows[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem")),
     }
 
 

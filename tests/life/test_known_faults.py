@@ -321,16 +321,14 @@ def test_what_was_read_does_not_hang_on_the_file(tmp_path):
 
 
 LONG_WRITE = """
-import os, signal, sys, threading, time
+import os, pathlib, signal, sys, threading
 from living import *
 with fs.init(threads=1) as world:
     shards = fs.shard({'w': np.zeros(20_000_000, np.float32)}, world)
     opt = fs.AdamW(shards, lr=0.1)
-    sent = [0.0]
     def fire():
-        while not any(n.startswith('.') for n in os.listdir(sys.argv[1])): time.sleep(0.001)
-        time.sleep(0.05)
-        sent[0] = time.monotonic()
+        written = pathlib.Path(sys.argv[1]).glob
+        while not any(file.stat().st_size for file in written('.*/*.safetensors')): pass
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=fire).start()
     try:
