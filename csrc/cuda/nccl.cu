@@ -11,7 +11,7 @@
 #define EAGER_US 60
 #define SLEEP_LEAST_US 20
 #define SLEEP_MOST_US 1000
-#define CLOSE_MOST_US 5000000
+#define CLOSE_MOST_US 2000000
 
 struct fs_engine {
     const nccl_functions *nccl;
@@ -172,35 +172,51 @@ fs_nccl_open(const fs_engine_open *open, fs_engine **out)
     return FS_OK;
 }
 
+/* What ends a communicator may leave its device to the calling thread. */
+struct device_kept {
+    int before;
+    bool is_known;
+    device_kept() : before(0), is_known(cudaGetDevice(&before) == cudaSuccess) {}
+    ~device_kept()
+    {
+        if (is_known) {
+            (void)cudaSetDevice(before);
+        }
+    }
+};
+
 extern "C" void
 fs_nccl_abort(fs_engine *engine)
 {
+    device_kept kept;
     if (engine->communicator != NULL) {
         (void)engine->nccl->abort(engine->communicator);
         engine->communicator = NULL;
     }
 }
 
-/* Is the communicator gone in peace? */
-static bool
+/* Ends the communicator in peace, or leaves it to be aborted. NCCL lets the ranks of a host come to
+ * the same point first. */
+static void
 finish(fs_engine *engine)
 {
     if (engine->failed ||
         check(engine, "ncclCommFinalize", engine->nccl->finalize(engine->communicator)) != FS_OK) {
-        return false;
+        return;
     }
     bool over = false;
     unsigned us = SLEEP_LEAST_US;
     for (unsigned waited = 0; waited < CLOSE_MOST_US; waited += us) {
         if (look(engine, "ncclCommFinalize", &over) != FS_OK) {
-            return false;
+            return;
         }
         if (over) {
-            break;
+            (void)engine->nccl->destroy(engine->communicator);
+            engine->communicator = NULL; /* whatever it said: it is not to be touched again */
+            return;
         }
         nap(&us);
     }
-    return over && engine->nccl->destroy(engine->communicator) == NCCL_SUCCESS;
 }
 
 extern "C" void
@@ -209,8 +225,9 @@ fs_nccl_close(fs_engine *engine)
     if (engine == NULL) {
         return;
     }
-    if (engine->communicator != NULL && finish(engine)) {
-        engine->communicator = NULL;
+    device_kept kept;
+    if (engine->communicator != NULL) {
+        finish(engine);
     }
     fs_nccl_abort(engine);
     delete engine;

@@ -49,7 +49,8 @@ fs_nccl_check(fs_engine *engine);
 
 void fs_nccl_abort(fs_engine *engine);
 
-/* Lets what this rank has sent leave it, for at most some seconds; then as abort. */
+/* Lets what this rank has sent leave it, and the ranks of its host come to their ends, for at most
+ * two seconds; then as abort. Ranks that are threads must not need a lock that the caller holds. */
 void fs_nccl_close(fs_engine *engine);
 
 #endif

@@ -77,7 +77,8 @@ typedef struct fs_engine_ops {
     /* Ends what is under way, here, without waiting for peers; all later calls fail. */
     void (*abort)(fs_engine *engine);
     /* After abort, or when everything given is done, on this rank and on the peers: they may still
-     * read what this one sent. Never waits for a peer. NULL is fine. */
+     * read what this one sent. Waits for nothing after abort, else at most two seconds for peers to
+     * close too. NULL is fine. */
     void (*close)(fs_engine *engine);
 } fs_engine_ops;
 

@@ -352,10 +352,19 @@ move_all(fs_world *world, void *ctx)
     check_dtypes(world, reduce);
     CHECK_OK(fs_nccl_check(gather));
     CHECK_OK(fs_nccl_check(reduce));
+    meet(world);
+    /* The thread's device stays what it was: another one's streams would not take a kernel. */
+    place p;
+    CHECK_OK(fs_cuda_device_use(0));
+    open_place(&p, 64);
     fs_nccl_close(gather);
+    upload(&p);
+    CHECK_OK(fs_cuda_combine(p.move, FS_SUM, FS_F32, p.device, p.device, 16));
+    fs_nccl_abort(reduce);
+    CHECK_OK(fs_cuda_combine(p.move, FS_SUM, FS_F32, p.device, p.device, 16));
     fs_nccl_close(reduce);
     fs_nccl_close(NULL);
-    CHECK_OK(fs_cuda_device_use(0));
+    close_place(&p);
 }
 
 static void

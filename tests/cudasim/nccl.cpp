@@ -222,6 +222,8 @@ close_communicator(ncclComm *comm)
     for (ncclComm *&member : comm->clique->members) {
         member = member == comm ? NULL : member;
     }
+    /* The real one leaves its device behind. */
+    (void)cudaSetDevice(comm->device->index);
     communicators.erase(comm);
     delete comm;
 }
