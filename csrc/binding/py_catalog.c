@@ -237,12 +237,10 @@ io_catalog_fetch(PyObject *Py_UNUSED(module), PyObject *args)
         PyErr_Format(PyExc_ValueError, "begin is negative");
     } else if (fs_py_catalog_enter(tuple, &call) == 0) {
         fs_fetcher fetcher = {.catalog = call.catalog};
-        fs_isa isa = FS_ISA_BASELINE;
         fs_status st;
         Py_BEGIN_ALLOW_THREADS
         fs_fp_state fp = fs_fp_enter();
-        st = fs_isa_choose(&isa);
-        st = st == FS_OK ? fs_device_cpu(isa, &fetcher.device) : st;
+        st = fs_device_choose(&fetcher.device);
         if (st == FS_OK) {
             st = fs_fetch_range(&fetcher, name, (fs_array)state, (size_t)begin,
                                 (size_t)begin + buffer.n, buffer.data, buffer.dtype);

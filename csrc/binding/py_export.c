@@ -153,13 +153,11 @@ io_catalog_export(PyObject *Py_UNUSED(module), PyObject *args)
     export_call call = {0};
     if (export_take(tensors, metadata, BY_NAME, &call) == 0 &&
         fs_py_catalog_enter(tuple, &from) == 0) {
-        fs_isa isa = FS_ISA_BASELINE;
         fs_status st;
         call.fetcher.catalog = from.catalog;
         Py_BEGIN_ALLOW_THREADS
         fs_fp_state fp = fs_fp_enter();
-        st = fs_isa_choose(&isa);
-        st = st == FS_OK ? fs_device_cpu(isa, &call.fetcher.device) : st;
+        st = fs_device_choose(&call.fetcher.device);
         st = st == FS_OK ? export_stream(folder, name, &call, from_catalog, NULL) : st;
         fs_fp_leave(fp);
         Py_END_ALLOW_THREADS

@@ -9,13 +9,11 @@
 static fs_status
 measure(double seconds, Py_ssize_t threads, double *out_flops)
 {
-    fs_isa isa;
     fs_exec exec = {0};
     if (threads < 1 || !(seconds >= 0.0 && seconds <= 60.0)) {
         return FS_FAIL(FS_EINVAL, "gemm_flops: expected 0 to 60 seconds and at least one thread");
     }
-    FS_TRY(fs_isa_choose(&isa));
-    FS_TRY(fs_device_cpu(isa, &exec.device));
+    FS_TRY(fs_device_choose(&exec.device));
     FS_TRY(fs_pool_open((size_t)threads, &exec.pool));
     fs_status st = fs_gemm_measure(&exec, seconds, out_flops);
     fs_pool_close(exec.pool);

@@ -113,9 +113,7 @@ fs_py_job_world(PyObject *object, PyObject *args, PyObject *keywords)
         self->exec.device = table;
         FS_CALL(NULL, st, table->runtime->context_open(ordinal, &self->exec.context));
     } else {
-        fs_isa isa;
-        st = fs_isa_choose(&isa);
-        st = st == FS_OK ? fs_device_cpu(isa, &self->exec.device) : st;
+        st = fs_device_choose(&self->exec.device);
     }
     if (st == FS_OK) {
         st = fs_pool_open(self->threads, &self->exec.pool);

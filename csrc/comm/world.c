@@ -48,13 +48,11 @@ world_free(fs_world *world)
 static fs_status
 host_exec(const fs_exec *exec, fs_exec *out)
 {
-    fs_isa isa;
     *out = (fs_exec){.device = exec->device, .pool = exec->pool};
     if (exec->device->runtime == NULL) {
         return FS_OK;
     }
-    FS_TRY(fs_isa_choose(&isa));
-    return fs_device_cpu(isa, &out->device);
+    return fs_device_choose(&out->device);
 }
 
 static fs_status

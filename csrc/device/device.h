@@ -185,6 +185,10 @@ typedef enum fs_reduce_op { FS_SUM = 0, FS_MEAN = 1, FS_MAX = 2, FS_MIN = 3 } fs
 FS_NODISCARD fs_status
 fs_device_cpu(fs_isa isa, const fs_device **out);
 
+/* The CPU's table that fs_isa_choose chooses. */
+FS_NODISCARD fs_status
+fs_device_choose(const fs_device **out);
+
 /* Loads the CBLAS library that gemm uses (symbols cblas_sgemm or scipy_cblas_sgemm), once per
  * process, and sets it to one thread; a CBLAS that cannot be held to one (not OpenBLAS) is
  * FS_EUNSUPPORTED. Calls of gemm before this are a fault. Thread-safe. path: a shared library; a

@@ -30,3 +30,11 @@ fs_device_cpu(fs_isa isa, const fs_device **out)
     *out = tables[isa];
     return FS_OK;
 }
+
+fs_status
+fs_device_choose(const fs_device **out)
+{
+    fs_isa isa;
+    FS_TRY(fs_isa_choose(&isa));
+    return fs_device_cpu(isa, out);
+}

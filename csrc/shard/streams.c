@@ -219,13 +219,11 @@ fill_absent(fs_shards *shards)
 static fs_status
 open_host(fs_shards *shards)
 {
-    fs_isa isa;
     fs_exec *host = &shards->streams->offload.host;
     if (!shards->policy.on_host.state) {
         return FS_OK;
     }
-    FS_TRY(fs_isa_choose(&isa));
-    FS_TRY(fs_device_cpu(isa, &host->device));
+    FS_TRY(fs_device_choose(&host->device));
     host->pool = shards->exec->pool;
     return FS_OK;
 }
