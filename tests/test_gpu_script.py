@@ -198,4 +198,4 @@ def test_dry_run(tmp_path: pathlib.Path) -> None:
 
 
 #: What a dry run of the suite of tests does; all else takes minutes, or is tested elsewhere.
-QUICK = ("build", "device", "memcheck")
+QUICK = ("build", "device", "train", "memcheck")

@@ -1,7 +1,7 @@
 """A GPU: single operations against the chip and torch, whole steps in tokens/s and MFU, offload.
 
-Options: part=ops|attention|1b|7b|offload (default: ops), layers=N of the shape (default: as many as
-fit, with everything that a case compares in memory at once), batch=2, length=4096,
+Options: part=ops|attention|1b|7b|offload (default: all), layers=N of the shape (default: as many
+as fit, with everything that a case compares in memory at once), batch=2, length=4096,
 checkpointing=off,on, peak=989e12 (FLOP/s of the chip in bf16, dense, where its name is not known).
 
 With --smoke and without a library named by FLATSHARD_CUDA_LIBRARY, everything runs at tiny sizes
@@ -34,7 +34,6 @@ PEAKS = {"H200": 989.4e12, "H100": 989.4e12, "H20": 148e12, "A100": 312e12, "B20
 GOAL_MFU = 0.60  # 7B shape, full recompute, recompute not counted
 GOAL_STEP = 0.90  # of the bandwidth of a device-to-device copy
 PARTS = ("ops", "attention", "1b", "7b", "offload")
-DEFAULT = ("ops",)
 Open = Callable[[], Contender | None]
 
 
@@ -362,7 +361,7 @@ def cases(settings: Settings) -> Sequence[Case]:
     if part and part not in PARTS:
         raise SystemExit(f"part={part}: expected one of {', '.join(PARTS)}")
     chip = find_chip(settings)
-    parts = (part,) if part else DEFAULT
+    parts = (part,) if part else PARTS
     made: list[Case] = []
     if "ops" in parts:
         made += op_cases(settings, chip)

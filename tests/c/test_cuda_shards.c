@@ -1,4 +1,5 @@
 // needs: c++
+// stand-in only
 /* Shards on a device: the same program runs on the CPU's table and on a GPU's, over the stand-in,
  * and must give the same bits; in whatever order streams run, with no wait to spare, and to an end
  * whatever fails. */

@@ -40,6 +40,7 @@ class Place:
     dry: bool
     out: pathlib.Path
     arch: str = ""
+    nvcc: str = "nvcc"
 
     @property
     def library(self) -> pathlib.Path:
@@ -53,6 +54,7 @@ class Place:
             "PYTHONUNBUFFERED": "1",
             "FLATSHARD_CUDA_LIBRARY": str(self.library),
             "CUDA_ARCH": self.arch,
+            "NVCC": self.nvcc,
         }
         # C programs know nothing of Python's packages: the loader finds CUDA's libraries for them.
         found["LD_LIBRARY_PATH"] = os.pathsep.join(
@@ -127,6 +129,7 @@ def about(place: Place) -> tuple[dict[str, Any], str]:
         place.arch = "sm_" + gpus[0][2].replace(".", "")
     torch = said(sys.executable, "-c", "import torch; print(torch.__version__)")
     nvcc = said(sys.executable, "tools/cuda.py", "--find")
+    place.nvcc = nvcc or place.nvcc
     found = {
         "gpus": gpus,
         "nvcc": [nvcc, *said(nvcc, "--version").splitlines()[-1:]] if nvcc else [],
