@@ -381,6 +381,37 @@ world_fetch(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* copy(to, array): between two places in the memory of this rank's device. */
+static PyObject *
+world_copy(PyObject *object, PyObject *args)
+{
+    PyObject *to_object, *from_object;
+    fs_buffer from, to;
+    fs_world *world = fs_py_world_get(object);
+    if (world == NULL || !PyArg_ParseTuple(args, "OO:copy", &to_object, &from_object) ||
+        fs_device_array_take(to_object, object, "to", &to) < 0) {
+        return NULL;
+    }
+    if (fs_device_array_take(from_object, object, "array", &from) < 0) {
+        fs_buffer_drop(&to);
+        return NULL;
+    }
+    fs_status st = FS_OK;
+    if (to.n != from.n || to.dtype != from.dtype) {
+        st = FS_FAIL(FS_EINVAL, "to: %zu elements of %s, expected %zu of %s", to.n,
+                     fs_dtype_name(to.dtype), from.n, fs_dtype_name(from.dtype));
+    } else {
+        size_t nbytes = to.n * fs_dtype_nbytes(to.dtype);
+        FS_CALL(world, st, fs_world_copy(world, to.data, from.data, nbytes));
+    }
+    fs_buffer_drop(&from);
+    fs_buffer_drop(&to);
+    if (st != FS_OK) {
+        return fs_raise(st, world);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *
 world_get_number(PyObject *object, void *closure)
 {
@@ -494,6 +525,8 @@ static const PyMethodDef life_methods[] = {
      "after what the stream was given."},
     {"stream_after", world_stream_after, METH_O,
      "stream_after($self, stream, /)\n--\n\nThe other way round."},
+    {"copy", world_copy, METH_VARARGS,
+     "copy($self, to, array, /)\n--\n\nDevice memory into device memory; does not wait."},
     {"fetch", world_fetch, METH_VARARGS,
      "fetch($self, array, out, /)\n--\n\nDevice memory into an array of the host; waits."},
     {"threads_used", world_threads_used, METH_NOARGS,

@@ -198,6 +198,10 @@ fs_world_stream_after(fs_world *world, void *stream);
 FS_NODISCARD fs_status
 fs_world_fetch(fs_world *world, void *dst, const void *src, size_t nbytes);
 
+/* Likewise between two places of device memory, in the order of the compute stream: no waiting. */
+FS_NODISCARD fs_status
+fs_world_copy(fs_world *world, void *dst, const void *src, size_t nbytes);
+
 // ---- what this rank is doing --------------------------------------------------------------------
 
 typedef enum fs_op {

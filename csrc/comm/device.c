@@ -65,3 +65,12 @@ fs_world_fetch(fs_world *world, void *dst, const void *src, size_t nbytes)
     runtime->event_close(world->exec->context, event);
     return st;
 }
+
+fs_status
+fs_world_copy(fs_world *world, void *dst, const void *src, size_t nbytes)
+{
+    FS_TRY(check_device(world));
+    const fs_runtime *runtime = world->exec->device->runtime;
+    runtime->copy(world->exec, dst, src, nbytes);
+    return runtime->check(world->exec->context);
+}

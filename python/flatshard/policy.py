@@ -371,7 +371,7 @@ def resolve(
     precision: Precision,
     produced: str = "float32",
     one_host: bool = True,
-    pool: bool = True,
+    pool: bool | int = True,
     device: str = "cpu",
 ) -> Policy:
     """Turn words into the three integers and five dtypes that the core knows.
@@ -389,8 +389,9 @@ def resolve(
         Dtype in which gradients are produced: what ``reduce=None`` becomes.
     one_host : bool
         Whether all ranks share memory: what ``gather="auto"`` looks at.
-    pool : bool
-        Whether the core holds memory for gathered units, with stage 3 and "copy".
+    pool : bool or int
+        Whether the core holds memory for gathered units, with stage 3 and "copy"; a number: for
+        how many at once.
     device : str
         Of the world: on any but "cpu" weights lie in its memory, and are gathered by copies.
 
@@ -434,12 +435,15 @@ def resolve(
             "rank are read in place and stay on the device; use stage 3, which gathers them when "
             "they are needed"
         )
+    units = 1 if sharding.reshard_after_forward else 0
+    if not isinstance(pool, bool):
+        units = pool
     return Policy(
         sharding=replace(sharding, gather=gather),
         precision=replace(precision, reduce=precision.reduce or produced),
         weights=weights,
         keep=world_size if sharding.stage == 0 else sharding.replicate,
         slot_per_unit=sharding.stage <= 1,
-        pool_units=-1 if not pool else 1 if sharding.reshard_after_forward else 0,
+        pool_units=units if pool else -1,
         device=device.partition(":")[0],
     )

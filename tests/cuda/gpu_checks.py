@@ -2,6 +2,7 @@
 
     python tests/cuda/gpu_checks.py train       30 steps on the device beside the CPU's losses
     python tests/cuda/gpu_checks.py offload     the same bits wherever the memory classes live
+    python tests/cuda/gpu_checks.py torch       a sharded nn.Module beside torch alone
     python tests/cuda/gpu_checks.py golden      writes golden.json, from the CPU
 
 --tiny makes the work small enough for the stand-in. What should be kept is printed as a line
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import pathlib
@@ -137,6 +139,63 @@ def check_offload(tiny: bool) -> None:
     print("VALUES " + json.dumps({"runs_with_the_same_bits": compared}))
 
 
+def torch_losses(device: str, stage: int | None, steps: int) -> list[float]:
+    """Of a small network on a device: sharded at a stage, or with None by torch alone."""
+    import torch
+
+    import flatshard.torch as ft
+
+    torch.manual_seed(3)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    net: Any = torch.nn.Sequential(
+        torch.nn.Embedding(50, 64),
+        *(copy.deepcopy(layer) for _ in range(3)),
+        torch.nn.Linear(64, 50),
+    ).to(device)
+    words = {"lr": 1e-3, "weight_decay": 0.01}
+    with fs.init(device="cuda") as world:
+        if stage is None:
+            optimizer: Any = torch.optim.AdamW(net.parameters(), **words)
+        else:
+            ft.fully_shard(
+                net, world=world, sharding=stage, units=[torch.nn.TransformerEncoderLayer]
+            )
+            optimizer = ft.AdamW(net.parameters(), **words)
+        losses = []
+        for step in range(steps):
+            tokens, targets = batch(50, (8, 24), step)
+            optimizer.zero_grad()
+            logits = net(torch.from_numpy(tokens.astype(np.int64)).to(device))
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1),
+                torch.from_numpy(targets.astype(np.int64)).to(device).flatten(),
+            )
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        if stage is not None:
+            ft.unshard(net)
+    return losses
+
+
+def check_torch(tiny: bool) -> None:
+    """Parameters, gradients and gathers in the order of torch's own stream: where a GPU is, its
+    tensors; else tensors of the host."""
+    import torch
+
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    steps = 3 if tiny else 30
+    want = torch_losses(device, None, steps)
+    values: dict[str, Any] = {"torch": torch.__version__, "device": device, "losses": want}
+    for stage in (3, 0):
+        got = torch_losses(device, stage, steps)
+        off = max(abs(g - w) / w for g, w in zip(got, want, strict=True))
+        values[f"stage {stage}"] = off
+        print("VALUES " + json.dumps(values), flush=True)
+        assert off <= 1e-4, f"stage {stage}: losses differ by {off:.3e} from torch's: {got}"
+
+
 def write_golden() -> None:
     golden = {name: run("cpu", name, tiny=False, steps=30)[0] for name in BOUNDS}
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n", encoding="utf-8")
@@ -144,13 +203,15 @@ def write_golden() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("check", choices=("train", "offload", "golden"))
+    parser.add_argument("check", choices=("train", "offload", "torch", "golden"))
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     if arguments.check == "golden":
         write_golden()
     elif arguments.check == "train":
         check_train(arguments.tiny)
+    elif arguments.check == "torch":
+        check_torch(arguments.tiny)
     else:
         check_offload(arguments.tiny)
 

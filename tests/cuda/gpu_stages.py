@@ -195,6 +195,10 @@ def needs_sanitizer(place: Place) -> str:
     return "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not on the path"
 
 
+def needs_torch(place: Place) -> str:
+    return "" if importlib.util.find_spec("torch") else "torch is not installed"
+
+
 def bench(part: str) -> Callable[[Place], Sequence[Sequence[str]]]:
     def commands(place: Place) -> Sequence[Sequence[str]]:
         table = str(place.out / f"bench-{part}.json")
@@ -211,6 +215,7 @@ STAGES = [
     Stage("device", 20, "memory, streams, events", c_tests("test_cuda_device")),
     Stage("nccl", 30, "one communicator and two, on every GPU", c_tests("test_cuda_engine")),
     Stage("train", 45, "30 steps beside the CPU's losses", check("train")),
+    Stage("torch", 30, "a sharded nn.Module beside torch alone", check("torch"), needs_torch),
     Stage("bench-ops", 45, "step, sum, products against copy and torch", bench("ops")),
     Stage("bench-attention", 30, "attention against torch", bench("attention")),
     Stage("bench-1b", 100, "tokens/s and MFU, 1B, against torch", bench("1b")),

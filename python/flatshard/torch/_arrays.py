@@ -37,8 +37,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The memory of a dense CPU tensor as a C-contiguous array; copied only if it is strided."""
-    tensor = tensor.detach()
+    """The memory of a dense CPU tensor as a C-contiguous array; copied only if it is strided, or
+    lies on a GPU (waits)."""
+    tensor = tensor.detach().cpu()
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     if tensor.dtype is torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Copy mode at stage 3: a Parameter has memory only while its unit runs.
+"""Copy mode at stage 3, or on a GPU: a Parameter has memory only while its unit runs.
 
 Each Parameter has one storage for ever, which is resized: to nothing between uses, to its size when
 its unit is gathered. What autograd saved of it (a transposed view, say) lies over the same storage,
@@ -8,8 +8,9 @@ raises, by a class that it has meanwhile.
 A unit is gathered before its module's forward and before the first gradient of its outputs; it is
 released after forward, and in backward when its gradients, or that of an input, are there. What
 lies in no unit's module, and what is tied across units, is gathered for the whole of a forward and
-backward. Whole weights are read from their owners' shards, which lie in memory that the ranks of a
-host map: nothing waits.
+backward. On a host whole weights are read from their owners' shards, which lie in memory that the
+ranks map: nothing waits. On a GPU a unit is gathered by a collective (at stages 0 to 2 from the
+rank's own whole copy) and copied into the tensors in the order of torch's stream.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from ._copy_hooks import (
     Use,
     refuse_deepcopy,
 )
+from ._device import place
 from ._held import Held
 
 __all__ = ["Copies"]
@@ -57,7 +59,9 @@ class Copies(Held):
         self._full: list[torch.Tensor] = []
         for index, member in enumerate(members):
             self._in_unit[member.unit].append(index)
-            self._full.append(torch.empty(member.parameter.shape, dtype=dtype))
+            p = member.parameter
+            self._full.append(torch.empty(p.shape, dtype=dtype, device=p.device))
+        self._on_device = self.sharded.world.device != "cpu"
         inside = [{id(s) for s in m.modules()} if m is not None else set() for m in modules]
         #: Gathered as long as the sharded module runs.
         self._resident = [
@@ -129,15 +133,29 @@ class Copies(Held):
     # -- gathering --------------------------------------------------------------------------------
 
     def gather(self, unit: int) -> None:
-        """Gives the unit's Parameters their memory and values, if they lack them. Local."""
+        """Gives the unit's Parameters their memory and values, if they lack them. Local on a host;
+        on a GPU a collective at stage 3."""
         if self._gathered[unit]:
             return
         for index in self._in_unit[unit]:
             full = self._full[index]
             full.untyped_storage().resize_(full.numel() * full.element_size())
-            self._read(index, full)
+            if not self._on_device:
+                self._read(index, full)
+        if self._on_device:
+            self._copy_unit(unit)
+        for index in self._in_unit[unit]:
             come_back(self.sharded.members[index].parameter)
         self._gathered[unit] = True
+
+    def _copy_unit(self, unit: int) -> None:
+        core = self.sharded.shards._core
+        arrays = core.gather(unit)
+        try:
+            for index, array in zip(self._in_unit[unit], arrays, strict=True):
+                place(self.sharded.world, array, self._full[index])
+        finally:
+            core.release(unit, True)
 
     def release(self, unit: int) -> None:
         """Takes the memory back."""
@@ -270,7 +288,7 @@ class Copies(Held):
         like = self._full[index]
         found = torch.empty(like.shape, dtype=like.dtype)
         self._read(index, found)
-        return found
+        return found.to(like.device)
 
     def whole_once(self, index: int) -> torch.Tensor:
         """The same tensor again as long as somebody keeps it: names of a tie stay tied."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import _core
-from ._arrays import as_array
+from ._device import put_gradient
 from ._gradient import ShardedGradient
 from ._norms import Sums
 
@@ -107,7 +107,7 @@ class Gradients:
                 f"the gradient of {self.sharded.members[index].name} is sparse; flatshard sums "
                 "dense ones: use Embedding(sparse=False)"
             )
-        self._core.grad_put(index, as_array(grad))
+        put_gradient(self.sharded, index, grad)
         if self._came[index]:
             return
         self._came[index] = self._has[index] = True

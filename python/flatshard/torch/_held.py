@@ -2,8 +2,9 @@
 
 One abstract class, one class for each way. With ``_views.Views`` every Parameter is always whole:
 over memory that all ranks of the host map (``gather="view"``), or over the rank's own whole copy
-(``gather="copy"`` at stages 0 to 2). With ``_copies.Copies`` (``gather="copy"`` at stage 3) it has
-memory only while its unit runs. Nothing else in this package asks how weights are held.
+(``gather="copy"`` at stages 0 to 2). With ``_copies.Copies`` (``gather="copy"`` at stage 3, and a
+world on a GPU at any) it has memory only while its unit runs. Nothing else in this package asks how
+weights are held.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Held(abc.ABC):
 
 def hold(sharded: Sharded) -> Held:
     """The class for the policy that the module was sharded with."""
-    if sharded.shards.policy.weights == "shard":
+    if sharded.shards.policy.weights == "shard" or sharded.world.device != "cpu":
         from ._copies import Copies
 
         return Copies(sharded)

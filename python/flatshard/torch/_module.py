@@ -16,6 +16,7 @@ from ..shard import Shards, _agree_on_values
 from ..world import World
 from . import _registry
 from ._arrays import as_array
+from ._device import check_device, where_to_build
 from ._grads import Gradients
 from ._guards import check_worlds, install, refuse_torch_optimizers
 from ._held import hold
@@ -46,17 +47,20 @@ class Sharded:
             raise ValueError(f"this {type(module).__name__} has no Parameter to shard")
         #: False: built on the meta device, and `materialize` has not been called.
         self.has_values = check_members(plan.members)
+        check_device(plan.members, world)
         for member in plan.members:
             if not self.has_values:
-                _leave_meta(member.parameter)
+                _leave_meta(member.parameter, where_to_build(world))
         self.members = plan.members
         self.unit_modules = plan.modules
         self.links = plan.links
         dtypes = list(dict.fromkeys(m.parameter.dtype for m in plan.members))
         precision, self.casts, self.precision_from = read_precision(mp_policy, dtypes)
+        # A unit is copied out of the pool at once: on a GPU one buffer is enough, and on a host
+        # there is none, shards are read in place.
         policy = resolve(
             world.size, sharding=sharding, precision=precision, produced=precision.param,
-            pool=False, device=world.device,
+            pool=1 if world.device != "cpu" else False, device=world.device,
         )  # fmt: skip
         self.shards = Shards(
             world, parameters=plan.parameters(), units=plan.places(), policy=policy
@@ -93,7 +97,7 @@ class Sharded:
     def _share_buffers(self) -> None:
         """Buffers stay private; they begin as rank 0's."""
         buffers = {name: b for name, b in self.module.named_buffers() if b.device.type != "meta"}
-        raw = {n: b.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        raw = {n: b.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                for n, b in buffers.items() if b.numel()}  # fmt: skip
         if not raw or _agree_on_values(self.world, raw):
             return
@@ -164,9 +168,9 @@ class Sharded:
         self.shards.close()
 
 
-def _leave_meta(parameter: torch.nn.Parameter) -> None:
-    """The same object on the CPU, still without memory to speak of: one element, repeated."""
-    bare = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+def _leave_meta(parameter: torch.nn.Parameter, device: torch.device) -> None:
+    """The same object on a device, still without memory to speak of: one element, repeated."""
+    bare = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
     torch.utils.swap_tensors(
         parameter, torch.nn.Parameter(bare, requires_grad=parameter.requires_grad)
     )
@@ -191,10 +195,6 @@ def check_members(members: Sequence[Any]) -> bool:
                 f"Parameter {member.name} is sharded already, by fully_shard() on a "
                 f"{type(entry.sharded.module).__name__}: call it once, on the whole module, and "
                 "name the submodules that are gathered together with units=[...]"
-            )
-        if p.device.type not in ("cpu", "meta"):
-            raise NotImplementedError(
-                f"Parameter {member.name} is on {p.device}: this version shards modules on the CPU"
             )
         if not p.is_floating_point():
             raise TypeError(
@@ -232,8 +232,8 @@ def fully_shard(
     Parameters
     ----------
     module : Module
-        On the CPU, with values: every rank takes rank 0's. Or on the meta device, as a whole:
-        `materialize` gives it values.
+        With values, on the CPU or on this rank's GPU (then the world must be, too): every rank
+        takes rank 0's. Or on the meta device, as a whole: `materialize` gives it values.
     world : World, optional
         The ranks; by default those of the launcher (``flatshard.init()``).
     units : "auto", class name, class, callable, or a list of names, classes and submodules
@@ -270,9 +270,11 @@ def fully_shard(
 
     Notes
     -----
-    Parameters lie in memory that all ranks of the host share. Reading them is free at any time, on
-    any rank; write them through ``full_params(module, write=True)`` alone. After ``step()`` a
-    Parameter's ``grad`` is None. Memory: ``flatshard.torch.plan``.
+    On the CPU Parameters lie in memory that all ranks of the host share: reading them is free at
+    any time, on any rank. On a GPU they have memory while their unit runs, and what reads them
+    whole (``state_dict``, `full_params`, an evaluation) is a collective at stage 3. Write them
+    through ``full_params(module, write=True)`` alone. After ``step()`` a Parameter's ``grad`` is
+    None. Memory: ``flatshard.torch.plan``.
     """
     asked = (_key(units), sharding, reshard_after_forward, mp_policy, offload_policy)
     present = _registry.find_module(module)
