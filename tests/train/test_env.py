@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from flatshard import _device, blas
+from flatshard.cli import env
 from flatshard.cli.__main__ import main
 
 pytestmark = pytest.mark.quick
@@ -48,6 +51,33 @@ def test_cuda_is_off(
     assert "no libfs_cuda.so" in cuda["off"] and "FLATSHARD_CUDA=1" in cuda["off"]
     assert cuda["CUDA_HOME"].startswith(f"{str(tmp_path)!r} holds no bin/nvcc")
     assert cuda["nvcc"] and cuda["driver"]
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "driver", "named"),
+    [("13.0", 12040, True), ("12.8", 13000, False), ("13.0", 13000, False)],
+)
+def test_a_toolkit_newer_than_the_driver_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, toolkit: str, driver: int, named: bool
+) -> None:
+    """A compiler that says a version, and a driver that takes another."""
+    nvcc, source = tmp_path / "nvcc", tmp_path / "driver.c"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {toolkit}, V{toolkit}.1'\n")
+    nvcc.chmod(0o755)
+    source.write_text(f"int cuDriverGetVersion(int *out) {{ *out = {driver}; return 0; }}\n")
+    library = tmp_path / "libcuda.so.1"
+    compiler = os.environ.get("CC", "cc").split()
+    subprocess.run([*compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    monkeypatch.delenv("FLATSHARD_CUDA_LIBRARY", raising=False)
+    monkeypatch.setattr(_device, "LIBRARY", tmp_path / "libfs_cuda.so")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: str(library))
+    found = env.cuda()
+    assert found["nvcc"] == f"{nvcc} (CUDA {toolkit})"
+    assert found["driver"] == f"{library} (CUDA {driver // 1000}.{driver % 1000 // 10})"
+    assert ("toolkit" in found) is named
+    if named:
+        assert "nvcc is of CUDA 13 and the driver takes CUDA 12 at most" in found["toolkit"]
 
 
 def test_cuda_is_there(

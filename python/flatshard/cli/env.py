@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import ctypes.util
 import json
 import os
 import platform
+import re
 import shutil
+import subprocess
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -130,12 +133,52 @@ def cuda() -> dict[str, str]:
             found["CUDA_HOME"] = (
                 f"{home!r} holds no bin/nvcc: unset it, or name the toolkit's folder"
             )
-        compiler = shutil.which("nvcc")
-        found["nvcc"] = compiler or "not on the path"
-        found["driver"] = (
-            ctypes.util.find_library("cuda") or "no libcuda.so.1 in the loader's folders"
+        found.update(_toolkit_and_driver())
+    return found
+
+
+def _toolkit_and_driver() -> dict[str, str]:
+    """Which nvcc and which driver are here, and whether what the one makes runs on the other."""
+    compiler, driver = shutil.which("nvcc"), ctypes.util.find_library("cuda")
+    made_for = _nvcc_release(compiler) if compiler else None
+    takes = _driver_release(driver) if driver else None
+    found = {
+        "nvcc": f"{compiler} ({_cuda(made_for)})" if compiler else "not on the path",
+        "driver": f"{driver} ({_cuda(takes)})"
+        if driver
+        else "no libcuda.so.1 in the loader's folders",
+    }
+    if made_for and takes and made_for[0] > takes[0]:
+        found["toolkit"] = (
+            f"nvcc is of CUDA {made_for[0]} and the driver takes CUDA {takes[0]} at most: another "
+            "major version. Update the driver, or build with an nvcc of the driver's"
         )
     return found
+
+
+def _cuda(release: tuple[int, int] | None) -> str:
+    return f"CUDA {release[0]}.{release[1]}" if release else "does not say its version"
+
+
+def _nvcc_release(compiler: str) -> tuple[int, int] | None:
+    """The toolkit's version, as the compiler says it."""
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    said = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    return (int(said[1]), int(said[2])) if said else None
+
+
+def _driver_release(library: str) -> tuple[int, int] | None:
+    """The newest CUDA that the driver takes. Starts no CUDA: it only asks for the number."""
+    try:
+        number = ctypes.c_int(0)
+        if ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return number.value // 1000, number.value % 1000 // 10
 
 
 def version(package: str) -> str:
