@@ -1,6 +1,7 @@
 /* flatshard._core: the module object. Types and functions live in the other files of this
  * folder. */
 #include "binding.h"
+#include "py_closing.h"
 
 static int
 add_all(PyObject *module)
@@ -20,6 +21,7 @@ add_all(PyObject *module)
         fs_py_add_world,
         fs_py_add_device,
         fs_py_add_device_array,
+        fs_py_add_closing,
     };
     if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
         /* Types and worlds belong to the process; so do NumPy's, on which we stand. */

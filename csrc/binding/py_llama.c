@@ -3,7 +3,9 @@
 #include "binding.h"
 
 #include "../model/llama.h"
+#include "py_closing.h"
 #include "py_layout.h"
+#include "py_world.h"
 
 // ---- configuration ------------------------------------------------------------------------------
 
@@ -190,12 +192,24 @@ close_llama(fs_llama *llama)
 }
 
 static void
+close_later(void *llama)
+{
+    fs_llama_close(llama);
+}
+
+static void
 llama_dealloc(PyObject *object)
 {
     py_llama *self = (py_llama *)object;
     PyTypeObject *type = Py_TYPE(object);
-    close_llama(self->llama);
-    Py_XDECREF(self->shards_object);
+    PyObject *shards = self->shards_object;
+    PyObject *world = shards != NULL ? fs_py_shards_world(shards) : NULL;
+    if (self->llama != NULL && world != NULL && fs_py_world_closes_late(world)) {
+        fs_py_close_later(close_later, self->llama, shards, world);
+    } else {
+        close_llama(self->llama);
+        Py_XDECREF(shards);
+    }
     type->tp_free(object);
     Py_DECREF(type);
 }

@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 
+#include "py_closing.h"
 #include "py_device.h"
 #include "py_layout.h"
 #include "py_world.h"
@@ -413,6 +414,7 @@ shards_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     object->units_n = layout->units_n;
     object->exports = exports;
+    fs_py_close_due(world_object);
     fs_status status;
     FS_CALL(world, status, fs_shards_open(world, layout, &policy, &object->shards));
     if (status != FS_OK) {
@@ -434,6 +436,12 @@ close_shards(fs_shards *shards)
     Py_BEGIN_ALLOW_THREADS
     fs_shards_close(shards);
     Py_END_ALLOW_THREADS
+}
+
+static void
+close_later(void *shards)
+{
+    fs_shards_close(shards);
 }
 
 static PyObject *
@@ -466,9 +474,15 @@ shards_dealloc(PyObject *self)
 {
     fs_py_shards *object = (fs_py_shards *)self;
     PyTypeObject *type = Py_TYPE(self);
-    close_shards(object->shards); /* arrays of gathered units hold a reference: none are left */
+    PyObject *world = object->world_object;
+    /* Arrays of gathered units hold a reference: none are left. */
+    if (object->shards != NULL && world != NULL && fs_py_world_closes_late(world)) {
+        fs_py_close_later(close_later, object->shards, world, world);
+    } else {
+        close_shards(object->shards);
+        Py_XDECREF(world);
+    }
     PyMem_Free(object->exports);
-    Py_XDECREF(object->world_object);
     type->tp_free(self);
     Py_DECREF(type);
 }

@@ -4,8 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../base/arena.h"
 #include "../base/cpu.h"
 #include "../base/env.h"
+#include "py_closing.h"
 #include "py_device.h"
 #include "py_layout.h"
 
@@ -102,6 +104,7 @@ fs_py_job_world(PyObject *object, PyObject *args, PyObject *keywords)
     self->world = NULL;
     self->parent = Py_NewRef(object);
     self->exec = (fs_exec){0};
+    self->closes_late = table != NULL && fs_job_is_threads(job);
     self->on_event = NULL;
     if (choose_threads(threads, ranks > 0 ? ranks : 1, &self->threads) < 0) {
         Py_DECREF(self);
@@ -166,14 +169,31 @@ world_end(fs_py_world *self)
     }
 }
 
+bool
+fs_py_world_closes_late(PyObject *world)
+{
+    return ((fs_py_world *)world)->closes_late;
+}
+
+static void
+close_context(void *what)
+{
+    fs_exec *exec = what;
+    exec->device->runtime->context_close(exec->context);
+    fs_free(exec);
+}
+
 /* Waits for the device, not for peers: without the GIL all the same. */
 static void
-close_context(const fs_exec *exec)
+end_context(fs_py_world *self)
 {
-    if (exec->context != NULL) {
-        Py_BEGIN_ALLOW_THREADS
-        exec->device->runtime->context_close(exec->context);
-        Py_END_ALLOW_THREADS
+    fs_exec *exec;
+    if (self->exec.context != NULL && fs_calloc(1, sizeof *exec, &exec) == FS_OK) {
+        *exec = self->exec;
+        fs_py_close_later(close_context, exec, NULL, (PyObject *)self);
+        if (!self->closes_late) {
+            fs_py_close_due((PyObject *)self);
+        }
     }
 }
 
@@ -186,7 +206,7 @@ world_dealloc(PyObject *object)
     PyErr_Fetch(&type_, &value, &traceback);
     world_end(self);
     fs_pool_close(self->exec.pool);
-    close_context(&self->exec);
+    end_context(self);
     Py_XDECREF(self->on_event);
     Py_XDECREF(self->parent);
     PyErr_Restore(type_, value, traceback);
@@ -198,6 +218,11 @@ static PyObject *
 world_close(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
     fs_py_world *self = (fs_py_world *)object;
+    if (self->world != NULL && self->exec.context != NULL) {
+        fs_status finished;
+        FS_CALL(self->world, finished, fs_world_finish(self->world));
+        (void)finished; /* the job is over: its end was told where it was met */
+    }
     if (self->world != NULL && !fs_world_enter(self->world)) {
         (void)FS_FAIL(FS_ESTATE, "the world is in a call of another thread");
         return fs_raise(FS_ESTATE, NULL);
@@ -249,6 +274,7 @@ world_split(PyObject *object, PyObject *args)
     self->world = part;
     self->parent = Py_NewRef(object);
     self->exec = (fs_exec){0};
+    self->closes_late = ((fs_py_world *)object)->closes_late;
     self->ordinal = parent->ordinal;
     self->threads = parent->threads;
     self->on_event = Py_XNewRef(parent->on_event);
@@ -531,7 +557,8 @@ static const PyMethodDef life_methods[] = {
      "fetch($self, array, out, /)\n--\n\nDevice memory into an array of the host; waits."},
     {"threads_used", world_threads_used, METH_NOARGS,
      "threads_used($self, /)\n--\n\nThreads that have run at least one task."},
-    {"close", world_close, METH_NOARGS, "close($self, /)\n--\n\nLeaves. Never waits."},
+    {"close", world_close, METH_NOARGS,
+     "close($self, /)\n--\n\nLeaves. Waits for the rank's device; on the CPU for nothing."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -16,6 +16,7 @@ typedef struct fs_py_world {
     PyObject *parent; /* the job, or the world that was split; keeps exec alive */
     fs_exec exec;     /* unused in a part: that one uses its parent's */
     int ordinal;      /* of exec's device */
+    bool closes_late; /* ranks are threads, on devices: see py_closing.c */
     size_t threads;
     PyObject *on_event; /* called with the text of each event, or NULL */
 } fs_py_world;
@@ -31,6 +32,9 @@ bool fs_py_check_signals(void *ctx);
 /* Of py_job.c. */
 int fs_py_add_job(PyObject *module);
 fs_job *fs_py_job_get(PyObject *job);
+
+/* Do objects of this world that are collected wait to be closed? Of py_world.c. */
+bool fs_py_world_closes_late(PyObject *world);
 
 /* Job.world, of py_world.c. */
 PyObject *fs_py_job_world(PyObject *job, PyObject *args, PyObject *keywords);

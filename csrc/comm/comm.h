@@ -198,6 +198,11 @@ fs_world_stream_after(fs_world *world, void *stream);
 FS_NODISCARD fs_status
 fs_world_fetch(fs_world *world, void *dst, const void *src, size_t nbytes);
 
+/* Waits for what this rank's device was given, peers' parts in it included: whoever leaves without
+ * it might leave operations behind that nobody ends. On the CPU there is nothing to wait for. */
+FS_NODISCARD fs_status
+fs_world_finish(fs_world *world);
+
 /* Likewise between two places of device memory, in the order of the compute stream: no waiting. */
 FS_NODISCARD fs_status
 fs_world_copy(fs_world *world, void *dst, const void *src, size_t nbytes);

@@ -74,3 +74,28 @@ fs_world_copy(fs_world *world, void *dst, const void *src, size_t nbytes)
     runtime->copy(world->exec, dst, src, nbytes);
     return runtime->check(world->exec->context);
 }
+
+static fs_status
+finish_stream(fs_world *world, fs_stream_id stream)
+{
+    fs_exec exec = *world->exec;
+    const fs_runtime *runtime = exec.device->runtime;
+    fs_event *event;
+    exec.stream = stream;
+    FS_TRY(runtime->event_open(exec.context, &event));
+    event_wait wait = {&exec, event};
+    runtime->record(&exec, event);
+    fs_status st = fs_wait(world, event_done, &wait, 0);
+    runtime->event_close(exec.context, event);
+    return st;
+}
+
+fs_status
+fs_world_finish(fs_world *world)
+{
+    FS_TRY(fs_world_usable(world));
+    for (int s = 0; world->exec->context != NULL && s < FS_STREAM_COUNT; s++) {
+        FS_TRY(finish_stream(world, (fs_stream_id)s));
+    }
+    return FS_OK;
+}

@@ -123,6 +123,7 @@ def init(
     ordinal = place.local_rank if ordinal is None else ordinal
     library = None
     if kind == "cuda":
+        _core.close_due()  # of worlds before
         library = _device.load()
         _device.check_ordinal(library, ordinal, f"rank {place.rank} (by LOCAL_RANK or the like)")
     _log.set_rank(place.rank, thread_only=False)
@@ -259,6 +260,7 @@ class LocalWorld:
         KeyboardInterrupt
             On Ctrl-C: every rank's wait ends first.
         """
+        _core.close_due()
         job = _core.job_threads(self.size)
         ranks = [_Rank(job, rank, self, function, args) for rank in range(self.size)]
         try:
@@ -276,6 +278,7 @@ class LocalWorld:
             raise
         finally:
             job.close()
+        _core.close_due()
         failed = [rank for rank in ranks if rank.error is not None]
         if failed:
             first = min(failed, key=lambda rank: rank.failed_at)

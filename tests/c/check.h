@@ -17,6 +17,19 @@
 #define UNDER_TSAN 0
 #endif
 
+/* Sanitizers make the stand-in's fibers slow: tests over it run one case in so many there, and all
+ * in a plain build. */
+#if UNDER_TSAN || defined(__SANITIZE_ADDRESS__)
+#define ONE_CASE_IN 10
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define ONE_CASE_IN 10
+#endif
+#endif
+#ifndef ONE_CASE_IN
+#define ONE_CASE_IN 1
+#endif
+
 /* condition must hold; the rest is a printf format and its values. */
 #define CHECK(condition, ...)                                                   \
     do {                                                                        \

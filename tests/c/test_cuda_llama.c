@@ -1,4 +1,3 @@
-// sanitizers: tsan
 // needs: c++
 // stand-in only
 /* The native model over the table of a GPU, run by the stand-in for CUDA's runtime, against the

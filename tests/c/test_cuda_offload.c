@@ -66,12 +66,7 @@ offloaded(int size, unsigned homes, int precision, fs_rule rule)
     return p;
 }
 
-/* Sanitizers make fibers slow: a part of the cases is enough for what they look for. */
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define EACH 8
-#else
-#define EACH 2 /* every pair of classes and rule at one world or two */
-#endif
+#define EACH (2 * ONE_CASE_IN) /* 2: every pair of classes and rule at one world or two */
 
 /* Every set of classes, every rule and precision, at worlds 1 to 3; below stage 3 with weights that
  * stay on the device; and with every cut on every rank. */

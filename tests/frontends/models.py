@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,17 @@ from torch import nn
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 
+#: torch's generator is the process's, and ranks may be threads.
+_building = threading.Lock()
+
 
 def mlp(seed: int) -> nn.Module:
     """Odd sizes, a scalar and an empty Parameter."""
+    with _building:
+        return _mlp(seed)
+
+
+def _mlp(seed: int) -> nn.Module:
     torch.manual_seed(seed)
 
     class Scaled(nn.Module):

@@ -506,8 +506,8 @@ def test_the_copy_behind_the_training_is_in_the_plan(
         checkpoint.save(tmp_path, shards, opt, step=1, background=True).wait()
         return world.memory()["checkpoint"]
 
-    for rank, (private, shared, peak) in enumerate(local_world(size).run(body)):
-        assert (private, shared) == (0, 0)
+    for rank, (private, shared, peak, device) in enumerate(local_world(size).run(body)):
+        assert (private, shared, device) == (0, 0, 0)
         wanted = planned.rank(rank)
         assert peak == wanted.pop("checkpoint") > 0
         assert wanted == {n: b for n, b in plain.rank(rank).items() if n != "checkpoint"}
