@@ -328,7 +328,8 @@ answer(int fd, server *serves)
     if (!same_user(fd) || !receive_all(fd, &said, sizeof said) || said.magic != HELLO_MAGIC) {
         return false;
     }
-    reply back = {HELLO_MAGIC, judge(serves, &said, pid_of_peer(fd)), job->size, job->page->nonce};
+    reply back = {HELLO_MAGIC, (int32_t)judge(serves, &said, pid_of_peer(fd)), job->size,
+                  job->page->nonce};
     const int files[2] = {job->data_fd, job->lock_fd};
     if (!send_all(fd, &back, sizeof back) || back.verdict != VERDICT_WELCOME ||
         !send_files(fd, files)) {

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import signal
 import subprocess
@@ -159,7 +160,8 @@ def build(place: Place) -> Sequence[Sequence[str]]:
     if not place.dry:
         return [core, [sys.executable, "tools/cuda.py", "--arch", place.arch]]
     # Of the same build as the extension, which is made just before.
-    build_id = f"$({sys.executable} -c 'from flatshard import _core; print(_core.build_id())')"
+    python = shlex.quote(sys.executable)
+    build_id = f"$({python} -c 'from flatshard import _core; print(_core.build_id())')"
     return [core, ["sh", "-c", f"{' '.join(make(place))} stand-in BUILD_ID={build_id}"]]
 
 

@@ -67,6 +67,7 @@ def test_the_command_line_is_the_configuration() -> None:
         "--weight-decay", "0", "--max-norm", "0", "--out", "o", "--save-every", "6", "--keep", "1",
         "--eval-every", "8", "--eval-sequences", "12", "--resume", "--reschedule", "--save-on",
         "SIGTERM", "SIGUSR1", "--json", "j", "--prompt", "p", "--sample-tokens", "0",
+        "--device", "cuda",
         "--temperature", "0.1", "--check-every", "9", "--trace", "t",
     ]  # fmt: skip
     config = command.config_of(command.parser().parse_args(words))
