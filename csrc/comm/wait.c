@@ -473,7 +473,7 @@ fs_world_look(fs_world *world, fs_looks *looks)
     FS_TRY(fs_world_usable(world));
     wait_state state = {.start = looks->began_ns, .look_at = now, .report_at = INT64_MAX,
                         .end = deadline_after(looks->began_ns, world->deadlines.timeout_s)};
-    return look_around(world, &state, 0, false);
+    return look_around(world, &state, FS_NOBELL, false); /* who left gave its part before */
 }
 
 fs_status
