@@ -193,6 +193,11 @@ fs_world_after_stream(fs_world *world, void *stream);
 FS_NODISCARD fs_status
 fs_world_stream_after(fs_world *world, void *stream);
 
+/* Until this rank's device has come past the event, with FS_NOBELL and flags: an eye is kept on
+ * peers, the deadline and Ctrl-C. Whether the device failed meanwhile is the caller's to ask. */
+FS_NODISCARD fs_status
+fs_world_await(fs_world *world, fs_event *event, unsigned flags);
+
 /* dst, in host memory, = nbytes of device memory at src, once all that the compute stream was given
  * is done. Waits, as fs_wait does. */
 FS_NODISCARD fs_status

@@ -33,10 +33,17 @@ typedef struct event_wait {
 } event_wait;
 
 static bool
-event_done(void *ctx)
+is_done(void *ctx)
 {
     const event_wait *wait = ctx;
     return wait->exec->device->runtime->is_done(wait->exec->context, wait->event);
+}
+
+fs_status
+fs_world_await(fs_world *world, fs_event *event, unsigned flags)
+{
+    event_wait wait = {world->exec, event};
+    return fs_wait(world, is_done, &wait, flags | FS_NOBELL);
 }
 
 /* All that was given before, and then the copy: which waits for the device by itself where dst is
@@ -46,13 +53,12 @@ fetch(fs_world *world, fs_event *event, void *dst, const void *src, size_t nbyte
 {
     const fs_exec *exec = world->exec;
     const fs_runtime *runtime = exec->device->runtime;
-    event_wait wait = {exec, event};
     runtime->record(exec, event);
-    FS_TRY(fs_wait(world, event_done, &wait, FS_NOBELL));
+    FS_TRY(fs_world_await(world, event, 0));
     FS_TRY(runtime->check(exec->context));
     runtime->copy(exec, dst, src, nbytes);
     runtime->record(exec, event);
-    FS_TRY(fs_wait(world, event_done, &wait, FS_NOBELL));
+    FS_TRY(fs_world_await(world, event, 0));
     return runtime->check(exec->context);
 }
 
@@ -92,7 +98,7 @@ finish_stream(fs_world *world, fs_stream_id stream)
     runtime->record(&exec, event);
     fs_status st = FS_OK;
     /* Not fs_wait: peers that have left in peace gave their parts before, and are no fault here. */
-    for (int turns = 0; st == FS_OK && !event_done(&wait) && turns < FINISH_TURNS; turns++) {
+    for (int turns = 0; st == FS_OK && !is_done(&wait) && turns < FINISH_TURNS; turns++) {
         const struct timespec turn = {.tv_nsec = FINISH_TURN_NS};
         (void)nanosleep(&turn, NULL);
         st = fs_world_usable(world);

@@ -37,18 +37,11 @@ fs_room_close(const fs_llama *llama, fs_room *room)
 
 // ---- waiting ------------------------------------------------------------------------------------
 
-static bool
-is_done(void *ctx)
-{
-    const fs_llama *llama = ctx;
-    return llama->runtime->is_done(llama->exec->context, llama->event);
-}
-
-/* Until the device has come past the event: with an eye on peers, the deadline and Ctrl-C. */
+/* Until the device has come past the event. */
 static fs_status
 wait_for_event(fs_llama *llama)
 {
-    FS_TRY(fs_wait(llama->world, is_done, llama, FS_NOBELL));
+    FS_TRY(fs_world_await(llama->world, llama->event, 0));
     return llama->runtime->check(llama->exec->context);
 }
 

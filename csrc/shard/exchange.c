@@ -127,17 +127,8 @@ sum_segment(fs_shards *shards, const brought *mine, const fs_seg *seg, size_t sl
         }
         accumulate = shards->had[seg->param] != 0;
     }
-    fs_sum sum = {
-        .src = shards->sources,
-        .src_n = (size_t)shards->size,
-        .src_dtype = precision->reduce,
-        .acc = shards->blocks[shards->rank].acc +
-               fs_state_at(shards, seg) * fs_dtype_nbytes(precision->accumulate),
-        .acc_dtype = precision->accumulate,
-        .accumulate = accumulate,
-        .n = seg->end - seg->begin,
-        .found = seg->cut == shards->rank ? fs_found_at(shards, seg, NULL) : NULL,
-    };
+    fs_sum sum = fs_sum_of_ranks(shards, seg, accumulate);
+    sum.found = seg->cut == shards->rank ? fs_found_at(shards, seg, NULL) : NULL;
     exec->device->sum(exec, &sum);
 }
 

@@ -217,6 +217,10 @@ fs_gather_follow(fs_shards *shards, int peer, bool *out_found);
 FS_NODISCARD fs_status
 fs_exchange(fs_shards *shards, uint64_t k, bool came);
 
+/* The sum over shards.sources into this rank's accumulator of seg, but for where it tells what it
+ * finds. */
+fs_sum fs_sum_of_ranks(const fs_shards *shards, const fs_seg *seg, bool accumulate);
+
 /* Where a sum of this segment of the cut that this rank speaks for tells what it finds: here, or
  * on a device where that can write. */
 fs_sums *fs_found_at(const fs_shards *shards, const fs_seg *seg, fs_sums *here);
@@ -233,6 +237,10 @@ fs_drain(void *shards);
 /* Publishes what is left of the current micro-batch and of kept ones; end of this rank's step. */
 FS_NODISCARD fs_status
 fs_grad_finish_rounds(fs_shards *shards);
+
+/* A device's, where the batch failed: what is left of it is not published but followed, since only
+ * peers know which gathers come in between. */
+void fs_grad_give_up_round(fs_shards *shards);
 
 size_t fs_unit_grad_nbytes(const fs_shards *shards, int unit);
 

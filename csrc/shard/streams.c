@@ -47,28 +47,14 @@ fs_mark_after(fs_shards *shards, fs_stream_id stream, const fs_mark *mark)
     join_clock(streams->clock[stream], mark->clock);
 }
 
-typedef struct event_wait {
-    const fs_runtime *runtime;
-    fs_context *context;
-    fs_event *event;
-} event_wait;
-
-static bool
-is_done(void *ctx)
-{
-    const event_wait *wait = ctx;
-    return wait->runtime->is_done(wait->context, wait->event);
-}
-
 fs_status
 fs_mark_await(fs_shards *shards, fs_mark *mark, unsigned flags)
 {
     fs_streams *streams = shards->streams;
-    event_wait wait = {streams->runtime, shards->exec->context, mark->event};
     if (mark->clock[mark->stream] == 0) {
         return FS_OK;
     }
-    FS_TRY(fs_wait(shards->world, is_done, &wait, flags | FS_NOBELL));
+    FS_TRY(fs_world_await(shards->world, mark->event, flags));
     for (int s = 0; s < FS_STREAMS_N; s++) { /* the host gives nothing before it has seen this */
         join_clock(streams->clock[s], mark->clock);
     }
