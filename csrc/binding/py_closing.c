@@ -3,6 +3,7 @@
  * would wait for a device that waits for what its own rank has not given yet. So objects of such
  * worlds that nobody closed are kept, and closed where no rank is amid anything. */
 #include "py_closing.h"
+#include "py_world.h"
 
 typedef struct closing {
     struct closing *next;
@@ -15,8 +16,8 @@ typedef struct closing {
 /* Under the GIL, oldest first: a model before its shards, shards before their world. */
 static closing *first;
 
-static void
-close_now(void (*close)(void *), void *what)
+void
+fs_py_close(void (*close)(void *), void *what)
 {
     Py_BEGIN_ALLOW_THREADS
     close(what);
@@ -24,11 +25,12 @@ close_now(void (*close)(void *), void *what)
 }
 
 void
-fs_py_close_later(void (*close)(void *), void *what, PyObject *owner, PyObject *world)
+fs_py_close_collected(void (*close)(void *), void *what, PyObject *owner, PyObject *world)
 {
-    closing *entry = PyMem_Malloc(sizeof *entry);
+    bool late = what != NULL && world != NULL && ((fs_py_world *)world)->closes_late;
+    closing *entry = late ? PyMem_Malloc(sizeof *entry) : NULL;
     if (entry == NULL) {
-        close_now(close, what);
+        fs_py_close(close, what);
         Py_XDECREF(owner);
         return;
     }
@@ -59,7 +61,7 @@ fs_py_close_due(PyObject *world)
 {
     closing *entry;
     while ((entry = take_due(world)) != NULL) {
-        close_now(entry->close, entry->what);
+        fs_py_close(entry->close, entry->what);
         PyObject *owner = entry->owner;
         PyMem_Free(entry);
         Py_XDECREF(owner); /* may add entries */

@@ -5,7 +5,6 @@
 #include "../model/llama.h"
 #include "py_closing.h"
 #include "py_layout.h"
-#include "py_world.h"
 
 // ---- configuration ------------------------------------------------------------------------------
 
@@ -182,17 +181,8 @@ llama_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* Without the GIL, as shards are closed: a device may wait for ranks that are threads. */
 static void
-close_llama(fs_llama *llama)
-{
-    Py_BEGIN_ALLOW_THREADS
-    fs_llama_close(llama);
-    Py_END_ALLOW_THREADS
-}
-
-static void
-close_later(void *llama)
+close_llama(void *llama)
 {
     fs_llama_close(llama);
 }
@@ -204,12 +194,7 @@ llama_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     PyObject *shards = self->shards_object;
     PyObject *world = shards != NULL ? fs_py_shards_world(shards) : NULL;
-    if (self->llama != NULL && world != NULL && fs_py_world_closes_late(world)) {
-        fs_py_close_later(close_later, self->llama, shards, world);
-    } else {
-        close_llama(self->llama);
-        Py_XDECREF(shards);
-    }
+    fs_py_close_collected(close_llama, self->llama, shards, world);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -223,7 +208,7 @@ llama_close(PyObject *object, PyObject *Py_UNUSED(ignored))
     }
     fs_llama *llama = self->llama;
     self->llama = NULL;
-    close_llama(llama);
+    fs_py_close(close_llama, llama);
     Py_RETURN_NONE;
 }
 

@@ -428,18 +428,8 @@ shards_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)object;
 }
 
-/* Without the GIL: a device ends what it was given before it gives memory back, and for that may
- * need ranks that are threads of this process. */
 static void
-close_shards(fs_shards *shards)
-{
-    Py_BEGIN_ALLOW_THREADS
-    fs_shards_close(shards);
-    Py_END_ALLOW_THREADS
-}
-
-static void
-close_later(void *shards)
+close_shards(void *shards)
 {
     fs_shards_close(shards);
 }
@@ -465,7 +455,7 @@ shards_close(PyObject *self, PyObject *Py_UNUSED(ignored))
     }
     fs_shards *shards = object->shards;
     object->shards = NULL;
-    close_shards(shards);
+    fs_py_close(close_shards, shards);
     Py_RETURN_NONE;
 }
 
@@ -474,14 +464,9 @@ shards_dealloc(PyObject *self)
 {
     fs_py_shards *object = (fs_py_shards *)self;
     PyTypeObject *type = Py_TYPE(self);
-    PyObject *world = object->world_object;
     /* Arrays of gathered units hold a reference: none are left. */
-    if (object->shards != NULL && world != NULL && fs_py_world_closes_late(world)) {
-        fs_py_close_later(close_later, object->shards, world, world);
-    } else {
-        close_shards(object->shards);
-        Py_XDECREF(world);
-    }
+    PyObject *world = object->world_object;
+    fs_py_close_collected(close_shards, object->shards, world, world);
     PyMem_Free(object->exports);
     type->tp_free(self);
     Py_DECREF(type);

@@ -169,32 +169,33 @@ world_end(fs_py_world *self)
     }
 }
 
-bool
-fs_py_world_closes_late(PyObject *world)
-{
-    return ((fs_py_world *)world)->closes_late;
-}
+/* What closes a context: it outlives its world's object where that is closed late. */
+typedef struct context_end {
+    const fs_runtime *runtime;
+    fs_context *context;
+} context_end;
 
 static void
 close_context(void *what)
 {
-    fs_exec *exec = what;
-    exec->device->runtime->context_close(exec->context);
-    fs_free(exec);
+    context_end *end = what;
+    end->runtime->context_close(end->context);
+    fs_free(end);
 }
 
-/* Waits for the device, not for peers: without the GIL all the same. */
 static void
 end_context(fs_py_world *self)
 {
-    fs_exec *exec;
-    if (self->exec.context != NULL && fs_calloc(1, sizeof *exec, &exec) == FS_OK) {
-        *exec = self->exec;
-        fs_py_close_later(close_context, exec, NULL, (PyObject *)self);
-        if (!self->closes_late) {
-            fs_py_close_due((PyObject *)self);
-        }
+    context_end *end;
+    if (self->exec.context == NULL) {
+        return;
     }
+    if (fs_calloc(1, sizeof *end, &end) != FS_OK) {
+        self->exec.device->runtime->context_close(self->exec.context);
+        return;
+    }
+    *end = (context_end){self->exec.device->runtime, self->exec.context};
+    fs_py_close_collected(close_context, end, NULL, (PyObject *)self);
 }
 
 static void
@@ -348,96 +349,6 @@ world_threads_used(PyObject *object, PyObject *Py_UNUSED(ignored))
                          : NULL;
 }
 
-/* A stream as other libraries number it; 0 is the default one. */
-static PyObject *
-order_stream(PyObject *object, PyObject *arg, fs_status (*order)(fs_world *, void *))
-{
-    void *stream = PyLong_AsVoidPtr(arg);
-    fs_world *world = PyErr_Occurred() ? NULL : fs_py_world_get(object);
-    if (world == NULL) {
-        return NULL;
-    }
-    fs_status st;
-    FS_CALL(world, st, order(world, stream));
-    if (st != FS_OK) {
-        return fs_raise(st, world);
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *
-world_after_stream(PyObject *object, PyObject *arg)
-{
-    return order_stream(object, arg, fs_world_after_stream);
-}
-
-static PyObject *
-world_stream_after(PyObject *object, PyObject *arg)
-{
-    return order_stream(object, arg, fs_world_stream_after);
-}
-
-/* fetch(device_array, array): device memory into an array of the host. */
-static PyObject *
-world_fetch(PyObject *object, PyObject *args)
-{
-    PyObject *there, *array;
-    fs_buffer from, to;
-    fs_world *world = fs_py_world_get(object);
-    if (world == NULL || !PyArg_ParseTuple(args, "OO:fetch", &there, &array) ||
-        fs_device_array_take(there, object, "array", &from) < 0) {
-        return NULL;
-    }
-    if (fs_buffer_take_dtype(array, "out", true, from.dtype, &to) < 0) {
-        fs_buffer_drop(&from);
-        return NULL;
-    }
-    fs_status st = FS_OK;
-    if (to.n != from.n) {
-        st = FS_FAIL(FS_EINVAL, "out: %zu elements, expected %zu", to.n, from.n);
-    } else {
-        size_t nbytes = to.n * fs_dtype_nbytes(to.dtype);
-        FS_CALL(world, st, fs_world_fetch(world, to.data, from.data, nbytes));
-    }
-    fs_buffer_drop(&from);
-    fs_buffer_drop(&to);
-    if (st != FS_OK) {
-        return fs_raise(st, world);
-    }
-    Py_RETURN_NONE;
-}
-
-/* copy(to, array): between two places in the memory of this rank's device. */
-static PyObject *
-world_copy(PyObject *object, PyObject *args)
-{
-    PyObject *to_object, *from_object;
-    fs_buffer from, to;
-    fs_world *world = fs_py_world_get(object);
-    if (world == NULL || !PyArg_ParseTuple(args, "OO:copy", &to_object, &from_object) ||
-        fs_device_array_take(to_object, object, "to", &to) < 0) {
-        return NULL;
-    }
-    if (fs_device_array_take(from_object, object, "array", &from) < 0) {
-        fs_buffer_drop(&to);
-        return NULL;
-    }
-    fs_status st = FS_OK;
-    if (to.n != from.n || to.dtype != from.dtype) {
-        st = FS_FAIL(FS_EINVAL, "to: %zu elements of %s, expected %zu of %s", to.n,
-                     fs_dtype_name(to.dtype), from.n, fs_dtype_name(from.dtype));
-    } else {
-        size_t nbytes = to.n * fs_dtype_nbytes(to.dtype);
-        FS_CALL(world, st, fs_world_copy(world, to.data, from.data, nbytes));
-    }
-    fs_buffer_drop(&from);
-    fs_buffer_drop(&to);
-    if (st != FS_OK) {
-        return fs_raise(st, world);
-    }
-    Py_RETURN_NONE;
-}
-
 static PyObject *
 world_get_number(PyObject *object, void *closure)
 {
@@ -546,15 +457,6 @@ static const PyMethodDef life_methods[] = {
      "note($self, unit, step, /)\n--\n\nWhat reports say this rank is doing."},
     {"memory", world_memory, METH_NOARGS,
      "memory($self, /)\n--\n\nclass -> (private, world, peak) bytes of this rank."},
-    {"after_stream", world_after_stream, METH_O,
-     "after_stream($self, stream, /)\n--\n\nWhat the rank's device is given from now on comes "
-     "after what the stream was given."},
-    {"stream_after", world_stream_after, METH_O,
-     "stream_after($self, stream, /)\n--\n\nThe other way round."},
-    {"copy", world_copy, METH_VARARGS,
-     "copy($self, to, array, /)\n--\n\nDevice memory into device memory; does not wait."},
-    {"fetch", world_fetch, METH_VARARGS,
-     "fetch($self, array, out, /)\n--\n\nDevice memory into an array of the host; waits."},
     {"threads_used", world_threads_used, METH_NOARGS,
      "threads_used($self, /)\n--\n\nThreads that have run at least one task."},
     {"close", world_close, METH_NOARGS,
@@ -609,7 +511,8 @@ fs_py_add_world(PyObject *module)
 {
     fs_py_set_package_folder(module);
     size_t n = 0;
-    const PyMethodDef *const parts[] = {life_methods, fs_py_collect_methods, fs_py_log_methods};
+    const PyMethodDef *const parts[] = {life_methods, fs_py_collect_methods, fs_py_log_methods,
+                                        fs_py_device_methods};
     for (size_t p = 0; p < sizeof parts / sizeof parts[0]; p++) {
         for (const PyMethodDef *method = parts[p]; method->ml_name != NULL; method++) {
             world_methods[n++] = *method;

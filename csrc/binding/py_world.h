@@ -33,18 +33,16 @@ bool fs_py_check_signals(void *ctx);
 int fs_py_add_job(PyObject *module);
 fs_job *fs_py_job_get(PyObject *job);
 
-/* Do objects of this world that are collected wait to be closed? Of py_world.c. */
-bool fs_py_world_closes_late(PyObject *world);
-
 /* Job.world, of py_world.c. */
 PyObject *fs_py_job_world(PyObject *job, PyObject *args, PyObject *keywords);
 
 /* Of py_log.c. */
 int fs_py_add_log(PyObject *module);
 
-/* Methods of py_collect.c and py_log.c, ended by a NULL name; py_world.c puts them into the
- * type. */
+/* Methods of py_collect.c, py_log.c and py_world_device.c, ended by a NULL name; py_world.c puts
+ * them into the type. */
 extern const PyMethodDef fs_py_collect_methods[];
+extern const PyMethodDef fs_py_device_methods[];
 extern const PyMethodDef fs_py_log_methods[];
 
 #endif
