@@ -10,6 +10,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import Array
+from ._charged import Charged, charged
 from ._copies import check_copies
 from ._kinds import GRAD, KINDS, MASTER, MOMENT1
 from ._layout import Group, Parameter, check_groups, core_definition, matching, numpy_dtype
@@ -399,7 +400,7 @@ class Shards:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def planned(self) -> dict[str, tuple[int, int, int]]:
+    def planned(self) -> Charged:
         """What the plan says these shards hold on this rank: class to (private, world, device)
         bytes."""
         rows = _core.shards_plan(
@@ -410,4 +411,4 @@ class Shards:
             len(self._moments),
             self.policy.device != "cpu",
         )
-        return {name: (row[0], row[1], row[3]) for name, row in rows.items()}
+        return charged(rows)

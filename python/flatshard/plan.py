@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from . import _core
+from ._charged import Charged, add, charged
 from ._layout import Parameter, core_definition, default_unit
 from ._shards import Shards
 from .errors import MemoryBudgetError
@@ -52,7 +53,7 @@ class Plan:
         What was planned, in words.
     """
 
-    ranks: tuple[dict[str, tuple[int, int, int]], ...]
+    ranks: tuple[Charged, ...]
     what: str
 
     def rank(self, rank: int = 0) -> dict[str, int]:
@@ -101,15 +102,6 @@ class Plan:
 
     def __str__(self) -> str:
         return self.table()
-
-
-_Charged = dict[str, tuple[int, int, int]]
-
-
-def _add(a: _Charged, b: _Charged) -> _Charged:
-    return {
-        name: (x[0] + b[name][0], x[1] + b[name][1], x[2] + b[name][2]) for name, x in a.items()
-    }
 
 
 def _shapes(source: Mapping[str, Any]) -> tuple[list[Parameter], list[tuple[str, int, int]]]:
@@ -220,7 +212,7 @@ def plan_layout(
     *,
     optimizer: str,
     named: str,
-    activations: _Charged | None = None,
+    activations: Charged | None = None,
     batch: tuple[int, int] | None = None,
     background: bool = False,
     budget: int | None = None,
@@ -257,13 +249,13 @@ def plan_layout(
             _MOMENTS[optimizer],
             policy.device != "cpu",
         )
-        charged = {name: (row[0], row[1], row[3]) for name, row in rows.items()}
+        mine = charged(rows)
         if background:
             copy = _core.snapshot_plan(
                 *definition, policy.core(), world_size, rank, _MOMENTS[optimizer]
             )
-            charged = _add(charged, {name: (row[0], row[1], row[3]) for name, row in copy.items()})
-        ranks.append(charged if activations is None else _add(charged, activations))
+            mine = add(mine, charged(copy))
+        ranks.append(mine if activations is None else add(mine, activations))
     numel = sum(p.numel for p in parameters)
     what = (
         f"{numel:,} parameters, {world_size} ranks, stage {policy.sharding.stage}, "

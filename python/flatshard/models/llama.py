@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, blas
+from .._charged import Charged, add, charged
 from .._layout import Group, Parameter, core_definition, take_groups
 from .._same import check_same
 from .._shards import Shards
@@ -99,7 +100,7 @@ def plan_rows(
     *,
     checkpointing: bool = False,
     frozen: Iterable[str] = (),
-) -> dict[str, tuple[int, int, int]]:
+) -> Charged:
     """What forward and backward of a micro-batch hold on a rank, on top of the shards.
 
     Parameters
@@ -132,7 +133,7 @@ def plan_rows(
         *batch,
         policy.device != "cpu",
     )
-    return {name: (row[0], row[1], row[3]) for name, row in rows.items()}
+    return charged(rows)
 
 
 @dataclass(frozen=True)
@@ -509,10 +510,10 @@ class Llama:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def planned(self) -> dict[str, tuple[int, int, int]]:
+    def planned(self) -> Charged:
         """What the plan says this rank holds: the shards', and for the largest micro-batch that was
         trained on."""
-        rows = dict(self.shards.planned())
+        rows = self.shards.planned()
         if self._largest is not None and self._largest.train:
             more = plan_rows(
                 self.config,
@@ -522,9 +523,7 @@ class Llama:
                 checkpointing=self.checkpointing,
                 frozen=[p.name for p in self.shards.parameters if not p.trainable],
             )
-            for name, row in more.items():
-                held = rows.get(name, (0, 0, 0))
-                rows[name] = (held[0] + row[0], held[1] + row[1], held[2] + row[2])
+            rows = add(rows, more)
         return rows
 
     def _note(self, ids: npt.NDArray[np.int32], train: bool) -> None:
