@@ -5,12 +5,13 @@ for a machine with one.
 """
 
 import ctypes
-import importlib.util
 import os
 import pathlib
 import re
 
 import pytest
+
+from flatshard import _device
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NAMES = re.findall(
@@ -18,17 +19,10 @@ NAMES = re.findall(
 )
 
 
-def real_library() -> str | None:
+def real_library() -> pathlib.Path | None:
     """What FLATSHARD_CUBLAS names, else the library of an installed wheel."""
     named = os.environ.get("FLATSHARD_CUBLAS")
-    if named:
-        return named
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for pattern in ("cu*/lib/libcublas.so.1[23]", "cublas/lib/libcublas.so.1[23]"):
-            for path in sorted(pathlib.Path(folder).glob(pattern)):
-                return str(path)
-    return None
+    return pathlib.Path(named) if named else next(iter(_device.installed("cublas")), None)
 
 
 @pytest.mark.quick
@@ -43,7 +37,7 @@ def real() -> ctypes.CDLL:
     path = real_library()
     if path is None:
         pytest.skip("no cuBLAS here: no wheel nvidia-cublas, and FLATSHARD_CUBLAS is not set")
-    return ctypes.CDLL(path)
+    return ctypes.CDLL(str(path))
 
 
 def test_the_real_one_has_every_function(real: ctypes.CDLL) -> None:

@@ -5,7 +5,6 @@ GPUs.
 """
 
 import ctypes
-import importlib.util
 import os
 import pathlib
 import re
@@ -13,6 +12,8 @@ import shutil
 import subprocess
 
 import pytest
+
+from flatshard import _device
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FUNCTIONS = dict(
@@ -26,14 +27,7 @@ FUNCTIONS = dict(
 def real_library() -> pathlib.Path | None:
     """What FLATSHARD_NCCL names, else the library of an installed wheel."""
     named = os.environ.get("FLATSHARD_NCCL")
-    if named:
-        return pathlib.Path(named)
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = pathlib.Path(folder) / "nccl" / "lib" / "libnccl.so.2"
-        if path.is_file():
-            return path
-    return None
+    return pathlib.Path(named) if named else next(iter(_device.installed("nccl")), None)
 
 
 @pytest.mark.quick

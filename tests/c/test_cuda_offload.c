@@ -2,65 +2,15 @@
 // stand-in only
 /* Arrays of a device's rank in host memory: the bits of the CPU's run, whatever lives where; what
  * went up is waited for; and nothing is left of an allocation that fails. */
-#include <string.h>
+#include "device_program.h"
 
-#include "../cudasim/sim.h"
-#include "check.h"
-#include "device/plugin.h"
-#include "shards_program.h"
-
-#define DEVICE_NBYTES ((size_t)8 << 20)
-
-static fs_runtime runtime; /* the library's, with hooks of this test */
-static fs_device device;
-
-const fs_device *fs_plugin_get(const fs_plugin_host *host);
-
-static void
-open_library(void)
-{
-    const fs_plugin_host host = {FS_PLUGIN_ABI, sizeof host, fs_status_here, {NULL, NULL}};
-    device = *fs_plugin_get(&host);
-    runtime = *device.runtime;
-    device.runtime = &runtime;
-}
-
-static const fs_precision precisions[] = {
-    {.param = FS_F32, .reduce = FS_F32, .accumulate = FS_F32, .moments = FS_F32},
-    {.param = FS_BF16, .reduce = FS_BF16, .accumulate = FS_F32, .master = FS_MASTERS_SEPARATE,
-     .moments = FS_F32},
-    {.param = FS_BF16, .reduce = FS_F32, .accumulate = FS_F32, .master = FS_MASTERS_SPLIT,
-     .moments = FS_F32},
-    {.param = FS_BF16, .reduce = FS_BF16, .accumulate = FS_BF16, .moments = FS_BF16,
-     .stochastic = true, .seed = 7},
-    {.param = FS_F16, .reduce = FS_F16, .accumulate = FS_F32, .master = FS_MASTERS_SEPARATE,
-     .moments = FS_BF16},
-};
-
-static void
-check_same(const program *p, const outcome *got, const outcome *want)
-{
-    for (int s = 0; s < p->steps; s++) {
-        const fs_verdict *a = &got->verdicts[s], *b = &want->verdicts[s];
-        CHECK(a->applied == b->applied && memcmp(&a->norm, &b->norm, sizeof a->norm) == 0,
-              "%s, step %d: applied %d norm %.17g, not %d %.17g", p->name, s, a->applied, a->norm,
-              b->applied, b->norm);
-    }
-    CHECK(!got->ranks_differ, "%s: ranks differ", p->name);
-    for (size_t i = 0; i < OUTCOME_N; i++) {
-        CHECK(memcmp(&got->values[i], &want->values[i], sizeof(float)) == 0,
-              "%s: value %zu (of array %zu) is %.9g, not %.9g", p->name, i, i / MODEL_N,
-              (double)got->values[i], (double)want->values[i]);
-    }
-    CHECK(memcmp(got->checksums, want->checksums, sizeof got->checksums) == 0,
-          "%s: checksums differ", p->name);
-}
+static const fs_precision *const precisions[] = {&fp32, &bf16, &split, &pure, &half};
 
 static program
 offloaded(int size, unsigned homes, int precision, fs_rule rule)
 {
     program p = {.name = "offload", .size = size, .partition = FS_PARTITION_FLAT,
-                 .policy = {1, false, FS_WEIGHTS_SHARD, 2, precisions[precision], {0}},
+                 .policy = {1, false, FS_WEIGHTS_SHARD, 2, *precisions[precision], {0}},
                  .rule = rule, .steps = 2, .rounds = 2, .bad_step = -1};
     p.policy.on_host = (fs_on_host){(homes & 1) != 0, (homes & 2) != 0, (homes & 4) != 0};
     return p;
@@ -149,11 +99,8 @@ test_plan(void)
 
 // ---- waits --------------------------------------------------------------------------------------
 
-static fs_context *watched; /* of rank 0 */
-static size_t waits_made, wait_left_out;
 static fs_event *of_copies; /* stands for what the copy stream was given */
 static void (*real_record)(const fs_exec *, fs_event *);
-static void (*real_after)(const fs_exec *, fs_event *);
 
 static void
 record_and_note(const fs_exec *exec, fs_event *event)
@@ -171,12 +118,6 @@ after_but_one(const fs_exec *exec, fs_event *event)
         return;
     }
     real_after(exec, event);
-}
-
-static void
-watch(fs_context *context, int rank)
-{
-    watched = rank == 0 ? context : watched;
 }
 
 /* Weights that went up are waited for, once a step; without that a run races. */
