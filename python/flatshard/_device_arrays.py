@@ -126,7 +126,10 @@ def is_device_array(value: Any) -> bool:
         return False
     where = getattr(value, "__dlpack_device__", None)
     if where is not None:
-        return int(where()[0]) == _CUDA
+        try:
+            return int(where()[0]) == _CUDA
+        except (BufferError, ValueError):  # of a place that DLPack has no number for
+            return False
     return hasattr(value, "__cuda_array_interface__")
 
 
