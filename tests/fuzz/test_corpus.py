@@ -25,6 +25,13 @@ def test_every_target_has_a_corpus_and_nothing_else_has() -> None:
         assert max(path.stat().st_size for path in inputs) <= run.NBYTES_MAX, name
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("name", run.C_TARGETS)
+def test_the_table_of_c_targets_is_that_of_the_sources(name: str) -> None:
+    """The plant must be there to be taken out; else only the slow run of all targets tells."""
+    assert run.stale(run.C_TARGETS[name]) == []
+
+
 @pytest.mark.timeout(300)
 def test_c_targets(tmp_path: pathlib.Path) -> None:
     """Under the compiler's own sanitizers: no libFuzzer is needed."""
