@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from . import _core, _device, _locate, _log, _start
+from ._reason import reason_of
 from .errors import ConfigError
-from .world import World, reason_of
+from .world import World
 
 __all__ = ["LocalWorld", "init", "local_world"]
 

@@ -179,7 +179,7 @@ def plan(
     config: Any = None
     if native:
         from .models.config import load_config
-        from .models.llama import define, plan_rows
+        from .models.definition import define, plan_rows
 
         config = load_config(source)
         parameters, units = define(config)

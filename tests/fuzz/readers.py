@@ -50,7 +50,7 @@ from flatshard.config import fsdp as read_fsdp
 from flatshard.convert import _foreign, _pickles, _torch_zip
 from flatshard.errors import CheckpointError, ConfigError
 from flatshard.models import config as model_config
-from flatshard.models.llama import define
+from flatshard.models.definition import define
 
 HERE = pathlib.Path(__file__).resolve().parent
 NBYTES_MAX = 4096

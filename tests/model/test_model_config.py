@@ -9,7 +9,7 @@ import pytest
 
 import flatshard as fs
 from flatshard.models.config import SIZES, LlamaConfig, has_weights, load_config
-from flatshard.models.llama import define
+from flatshard.models.definition import define
 
 pytestmark = pytest.mark.quick
 

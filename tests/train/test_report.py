@@ -21,10 +21,10 @@ from flatshard.models.report import (
     Metrics,
     StepReport,
     draw_loss,
-    known_words,
     size,
     write_result,
 )
+from flatshard.models.writing import known_words
 
 pytestmark = pytest.mark.quick
 

@@ -23,9 +23,10 @@ from ..errors import ConfigError
 from ..models import data
 from ..models.folder import RunFolder
 from ..models.options import SAVE_SIGNALS, TrainConfig
-from ..models.report import reason, write_result
+from ..models.report import TrainResult, reason, write_result
+from ..models.run import check_model
 from ..models.stop import StopRequest
-from ..models.train import TrainResult, check_model, train
+from ..models.train import train
 from .env import memory
 from .launch import launch
 from .plan import of_run

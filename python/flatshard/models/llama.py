@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -14,17 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, blas
-from .._charged import Charged, add, charged
-from .._layout import Group, Parameter, core_definition, take_groups
+from .._charged import Charged, add
+from .._layout import take_groups
 from .._same import check_same
 from .._shards import Shards
-from ..policy import Policy, Precision, Sharding, resolve
+from ..policy import Precision, Sharding, resolve
 from .config import LlamaConfig, load_config
+from .definition import define, plan_rows
 
 if TYPE_CHECKING:
     from ..world import World
 
-__all__ = ["Llama", "Loss", "define", "plan_rows"]
+__all__ = ["Llama", "Loss"]
 
 Ids = npt.ArrayLike
 _INT32 = np.iinfo(np.int32)
@@ -47,93 +47,6 @@ class Loss(NamedTuple):
     local: float
     mean: float
     tokens: int
-
-
-def define(
-    config: LlamaConfig, *, frozen: Iterable[str] = (), groups: Iterable[Group] = ()
-) -> tuple[list[Parameter], list[tuple[str, int, int]]]:
-    """Parameters and units of a configuration, as :class:`flatshard.shard.Shards` takes them.
-
-    Parameters
-    ----------
-    config : LlamaConfig
-        The model.
-    frozen : iterable of str
-        Shell patterns of names (of either name of a tied head) that are not trained.
-    groups : iterable of Group
-        The first group that matches a name takes it.
-
-    Returns
-    -------
-    (list of Parameter, list of (str, int, int))
-        Units are ``embed``, ``layers.0`` to the last, ``head``; a tied head is the embedding.
-
-    Raises
-    ------
-    ValueError
-        A size out of range, or a pattern that matches nothing.
-    """
-    rows, units = _core.llama_define(config.core())
-    patterns = tuple(frozen)
-    unused = set(patterns)
-    parameters = []
-    for name, tied, shape, unit in rows:
-        names = [name] if tied is None else [name, tied]
-
-        def any_of(wanted: Iterable[str], names: list[str] = names) -> list[str]:
-            return [w for w in wanted if any(fnmatch.fnmatchcase(n, w) for n in names)]
-
-        hits = any_of(patterns)
-        unused -= set(hits)
-        group = next((g.name for g in groups if any_of(g.match)), None)
-        parameters.append(Parameter(name, tied, tuple(shape), unit, not hits, group))
-    if unused:
-        raise ValueError(f"frozen: no parameter matches {', '.join(sorted(unused))}")
-    return parameters, list(units)
-
-
-def plan_rows(
-    config: LlamaConfig,
-    policy: Policy,
-    world_size: int,
-    batch: tuple[int, int],
-    *,
-    checkpointing: bool = False,
-    frozen: Iterable[str] = (),
-) -> Charged:
-    """What forward and backward of a micro-batch hold on a rank, on top of the shards.
-
-    Parameters
-    ----------
-    config : LlamaConfig
-        The model.
-    policy : Policy
-        Sharding and precision, resolved.
-    world_size : int
-        Ranks.
-    batch : (int, int)
-        Sequences and tokens of a sequence.
-    checkpointing : bool
-        Activations are computed again in backward.
-    frozen : iterable of str
-        As for :func:`define`.
-
-    Returns
-    -------
-    dict of str to (int, int, int)
-        Class to (private, world, device) bytes.
-    """
-    definition = core_definition(*define(config, frozen=frozen))
-    rows = _core.llama_plan(
-        config.core(),
-        *definition,
-        policy.core(),
-        world_size,
-        checkpointing,
-        *batch,
-        policy.device != "cpu",
-    )
-    return charged(rows)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import statistics
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,10 +23,13 @@ __all__ = [
     "Meter",
     "Metrics",
     "StepReport",
+    "TrainResult",
     "draw_loss",
-    "known_words",
+    "own_pss",
     "plain",
     "reason",
+    "size",
+    "write_file",
     "write_result",
 ]
 
@@ -86,6 +89,58 @@ class StepReport:
     step_ms: float
     mfu: float
     memory: int
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended; the fields of ``--json`` and what a caller in Python wants besides.
+
+    Attributes
+    ----------
+    params, world_size, stage, precision
+    steps : int
+        Done when it ended, skipped ones included.
+    steps_skipped : int
+        Of these, how many moved nothing; ``metrics.jsonl`` has the reason of each.
+    tokens_per_second, step_ms, mfu : float or None
+        Medians over this start's steps after the second.
+    loss_first, loss_last, eval_loss, grad_norm_last : float or None
+        Nats a token; the first is of the run's first step, whatever start that was in.
+    weights_sha256 : str
+    memory : dict
+        Class of memory -> ``{"rank": bytes of this rank, "host": bytes of all ranks of the host}``.
+    pss : int
+        Most proportional set size of all ranks together, bytes, as seen after evaluations and at
+        the end: what the host spends, interpreter and libraries included; 0 where the system does
+        not say.
+    interrupted : str or None
+        The signal that ended it before ``steps``.
+    checkpoint, model : Path or None
+        The last checkpoint, and the folder in Hugging Face's layout.
+    sample : str or None
+        The text written at the end.
+    """
+
+    params: int
+    world_size: int
+    stage: int
+    precision: str
+    steps: int
+    steps_skipped: int
+    tokens_per_second: float | None
+    step_ms: float | None
+    mfu: float | None
+    loss_first: float | None
+    loss_last: float | None
+    eval_loss: float | None
+    grad_norm_last: float | None
+    weights_sha256: str
+    memory: dict[str, dict[str, int]]
+    pss: int
+    interrupted: str | None
+    checkpoint: Path | None
+    model: Path | None
+    sample: str | None
 
 
 class Meter:
@@ -357,25 +412,3 @@ def draw_loss(metrics: Path, picture: Path) -> str | None:
         axes.legend()
     figure.savefig(picture, dpi=120)
     return None
-
-
-def known_words(sample: str, corpus: Iterable[str]) -> tuple[int, int]:
-    """Words of a sample, and how many of them occur in a corpus.
-
-    A word is two or more letters in a row.
-
-    Returns
-    -------
-    (int, int)
-        Found, and all.
-    """
-    word = re.compile(r"[^\W\d_]{2,}")
-    # The last word may be cut short by the end of the sample.
-    words = word.findall(sample)[:-1] if sample[-1:].isalpha() else word.findall(sample)
-    wanted = set(words)
-    seen: set[str] = set()
-    for text in corpus:
-        seen.update(wanted.intersection(word.findall(text)))
-        if len(seen) == len(wanted):
-            break
-    return sum(one in seen for one in words), len(words)

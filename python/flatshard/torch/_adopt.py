@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from . import _optim, _registry
-from ._optim import Binding
+from . import _registry
+from ._binding import Binding
 
 __all__ = ["adopt"]
 
@@ -109,7 +109,7 @@ def adopt(optimizer: Any) -> Any:
 def binding_of(optimizer: Any, what: str) -> Binding:
     """The binding of an optimizer of this package, or of an adopted one."""
     found = getattr(optimizer, "_flatshard", None)
-    if isinstance(found, _optim.Binding):
+    if isinstance(found, Binding):
         return found
     raise TypeError(
         f"{what}: expected an optimizer of flatshard.torch, or an adopted one, got "
