@@ -47,7 +47,7 @@ from flatshard.config import (
 from flatshard.config import accelerate as read_accelerate
 from flatshard.config import deepspeed as read_deepspeed
 from flatshard.config import fsdp as read_fsdp
-from flatshard.convert import _foreign, _pickles, _torch_zip
+from flatshard.convert import _foreign, _pickle_values, _pickles, _torch_zip
 from flatshard.errors import CheckpointError, ConfigError
 from flatshard.models import config as model_config
 from flatshard.models.definition import define
@@ -255,26 +255,26 @@ def call_accelerate(data: bytes, folder: pathlib.Path) -> None:
     _each_way(lambda **how: read_accelerate(str(path), **how), ways, text, "")
 
 
-def _tensors_of(value: Any) -> list[_pickles.Tensor]:
+def _tensors_of(value: Any) -> list[_pickle_values.Tensor]:
     """Tensors in what a pickle gave, a few levels down: it may refer to itself."""
-    found, level = list[_pickles.Tensor](), [value]
+    found, level = list[_pickle_values.Tensor](), [value]
     for _ in range(4):
         inner: list[Any] = []
         for each in level[:100]:
-            if isinstance(each, _pickles.Tensor):
+            if isinstance(each, _pickle_values.Tensor):
                 found.append(each)
             elif isinstance(each, dict):
                 inner += each.values()
             elif isinstance(each, (list, tuple)):
                 inner += each
-            elif isinstance(each, _pickles.Record):
+            elif isinstance(each, _pickle_values.Record):
                 inner += [*each.args, *each.fields.values()]
         level = inner
     return found
 
 
-def _lies_inside(tensor: _pickles.Tensor, nbytes: int) -> None:
-    itemsize = _pickles.DTYPES[tensor.dtype]
+def _lies_inside(tensor: _pickle_values.Tensor, nbytes: int) -> None:
+    itemsize = _pickle_values.DTYPES[tensor.dtype]
     promise(len(tensor.shape) == len(tensor.stride), "a stride a dimension")
     promise(all(n >= 0 for n in (*tensor.shape, *tensor.stride, tensor.offset)), "sizes")
     if tensor.numel:
@@ -287,12 +287,17 @@ def _lies_inside(tensor: _pickles.Tensor, nbytes: int) -> None:
 def call_pickle(data: bytes, folder: pathlib.Path) -> None:
     """A pickle of torch.save, whose storages have 64 bytes each."""
     value = _pickles.load(
-        "there", data, persistent=lambda given: _pickles.storage(given, lambda key: 64)
+        "there", data, persistent=lambda given: _pickle_values.storage_of(given, lambda key: 64)
     )
     plain = (type(None), bool, int, float, str, bytes, list, tuple, dict)
-    ours = (_pickles.Tensor, _pickles.Record, _pickles.Name, _pickles.Storage)
+    ours = (
+        _pickle_values.Tensor,
+        _pickle_values.Record,
+        _pickle_values.Name,
+        _pickle_values.Storage,
+    )
     promise(isinstance(value, (*plain, *ours)), f"{type(value)} is plain")
-    promise(len(_pickles.shown(value)) < 1000, "fit for a message")
+    promise(len(_pickle_values.shown(value)) < 1000, "fit for a message")
     for tensor in _tensors_of(value):
         _lies_inside(tensor, 64)
 
@@ -316,7 +321,7 @@ def call_torch_zip(data: bytes, folder: pathlib.Path) -> None:
             _lies_inside(tensor, 0 if held is None else held.nbytes)
             opened.check(tensor)
             content = opened.source(tensor).read(0, tensor.numel)
-            promise(len(content) == tensor.numel * _pickles.DTYPES[tensor.dtype], "all of it")
+            promise(len(content) == tensor.numel * _pickle_values.DTYPES[tensor.dtype], "all of it")
 
 
 _FOLDERS = ("parse_json", "_no_duplicates", "_no_constants", "_Reader")
@@ -341,8 +346,8 @@ TARGETS = {
             plant=(_folders, " or not is_plain(target):", ":"),
         ),
         Target(
-            "pickle", call_pickle, (CheckpointError,), (_pickles,),
-            plant=(_pickles, "if last >= room or numel > room:", "if numel > room:"),
+            "pickle", call_pickle, (CheckpointError,), (_pickles, _pickle_values),
+            plant=(_pickle_values, "if last >= room or numel > room:", "if numel > room:"),
         ),
         Target(
             "torch_zip", call_torch_zip, (CheckpointError,), (_torch_zip,),

@@ -12,7 +12,7 @@ import torch_zip
 import flatshard as fs
 from flatshard import _folders, checkpoint
 from flatshard.cli.__main__ import main
-from flatshard.convert import _deepspeed, _foreign
+from flatshard.convert import _deepspeed_files, _deepspeed_layouts, _foreign
 from flatshard.errors import CheckpointError
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
@@ -118,22 +118,22 @@ def test_a_tie_of_stage_3_is_said_or_told_about(tmp_path) -> None:
 def test_versions_that_do_not_say_where_a_parameter_lies() -> None:
     """End to end over the ranks: what newer versions say of the same files."""
     with _foreign.opened(str(source_of(2) / "global_step3")) as folder:
-        models, files = _deepspeed._files(folder)
-        shapes = _deepspeed._shapes(models[0])
+        models, files = _deepspeed_files.read_files(folder)
+        shapes = _deepspeed_files.shapes_of(models[0])
         foreign = _foreign.Foreign("")
         key, inner = "single_partition_of_fp32_groups", "base_optimizer_state"
-        buffers = _deepspeed._buffers(foreign, files, key, inner, 2)
+        buffers = _deepspeed_layouts._buffers(foreign, files, key, inner, 2)
         for g, group in enumerate(shapes):
             ranks = [rank[g] for rank in buffers]
-            said = _deepspeed._mapped(files, g, group, ranks)
-            assert said == _deepspeed._in_order(files, g, group, ranks)
+            said = _deepspeed_layouts._mapped(files, g, group, ranks)
+            assert said == _deepspeed_layouts._in_order(files, g, group, ranks)
             assert any(len(places) == 2 for places in said.values()) or g == 1
             assert sum(n for p in said.values() for _, _, n in p) == sum(
                 math.prod(shape) for shape in group.values()
             )
         more = {**shapes[0], "other": (30,)}
         with pytest.raises(CheckpointError, match="the layout of this version is not known"):
-            _deepspeed._in_order(files, 0, more, [rank[0] for rank in buffers])
+            _deepspeed_layouts._in_order(files, 0, more, [rank[0] for rank in buffers])
 
 
 def write_fp16(folder, params, *, ranks, elastic) -> dict[str, dict[str, np.ndarray]]:

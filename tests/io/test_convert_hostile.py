@@ -21,7 +21,7 @@ import torch_zip
 
 import flatshard as fs
 from flatshard import checkpoint
-from flatshard.convert import _pickles, _sources, _torch_zip
+from flatshard.convert import _pickle_values, _pickles, _sources, _torch_zip
 from flatshard.errors import CheckpointError
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
@@ -152,8 +152,8 @@ def test_what_refers_to_itself_is_read_and_not_walked_through() -> None:
     # Lists of two of the last: 2^200 values for whoever walks.
     laughs = b"]q\0" + b"".join(b"](h\0h\0eq\0" for _ in range(200)) + b"\x85"
     pops = _pickles.load("there", P2 + b"(" + laughs + b"t" + STOP)
-    assert _pickles.shown(pops[-1]) == "a tuple"
-    assert _pickles.shown(value) == "a dict"
+    assert _pickle_values.shown(pops[-1]) == "a tuple"
+    assert _pickle_values.shown(value) == "a dict"
 
 
 # -- archives --------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def content_of(path: pathlib.Path) -> list[bytes]:
         for value in values:
             if type(value) is dict:
                 values += [v for v in value.values() if v is not content][:100]
-            elif isinstance(value, _pickles.Tensor):
+            elif isinstance(value, _pickle_values.Tensor):
                 opened.check(value)
                 found.append(opened.source(value).read(0, value.numel))
             if len(values) > 1000:
@@ -448,7 +448,7 @@ def test_mutations_of_pickles(little_memory, rng) -> None:
     file.close()
 
     def storage(given):
-        return _pickles.storage(given, lambda key: 4 << 20)
+        return _pickle_values.storage_of(given, lambda key: 4 << 20)
 
     seeds = [good, pickle.dumps({"a": [1, (2, 3), {"b": None}], "c": b"x" * 50}, 4)]
     codes = sorted(_pickles._OPCODES)

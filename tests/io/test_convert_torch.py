@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from flatshard import _folders, checkpoint
-from flatshard.convert import _dcp, _pickles, _sources
+from flatshard.convert import _dcp, _pickle_values, _pickles, _sources
 from flatshard.errors import CheckpointError
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
@@ -149,7 +149,7 @@ def written(value) -> bytes:
                 put(key)
                 put(part)
             out.extend(b"u")
-        elif isinstance(item, _pickles.Name):
+        elif isinstance(item, _pickle_values.Name):
             module, _, name = item.text.rpartition(".")
             out.extend(b"c" + f"{module}\n{name}\n".encode())
         else:

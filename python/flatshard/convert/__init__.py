@@ -14,7 +14,7 @@ from typing import Literal
 
 from .._folders import committed
 from ..errors import CheckpointError
-from . import _dcp, _deepspeed, _huggingface
+from . import _dcp, _deepspeed, _deepspeed_files, _huggingface
 from ._foreign import FLOATS, Foreign, opened
 from ._write import Converted, Options, plan, write
 
@@ -115,7 +115,7 @@ def _read(
 ) -> Foreign:
     """What the folder holds, by what lies in it. Files stay open until the stack is left."""
     folder = stack.enter_context(opened(path))
-    deepspeed = None if name is not None else _deepspeed.folder_of(folder)
+    deepspeed = None if name is not None else _deepspeed_files.folder_of(folder)
     if deepspeed is not None:
         return _deepspeed.read(stack.enter_context(opened(deepspeed)), names)
     dcp = [] if name is not None else _dcp.folders_of(folder)

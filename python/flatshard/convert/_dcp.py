@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from . import _foreign, _optimizer, _pickles
 from ._foreign import FLOATS, Array, Folder, Foreign
 from ._numbers import KNOWN_KEYS
-from ._pickles import Name, Record, Tensor, shown
+from ._pickle_values import DTYPES, Name, Record, Tensor, shown
 from ._sources import Blocks, Source
 from ._torch_zip import TorchFile
 
@@ -195,7 +195,7 @@ def _dtype(entry: _Entry) -> str:
     state = fields.get("state")
     value = state[0] if type(state) is tuple and state else fields.get("dtype")
     text = value.text.removeprefix("torch.") if isinstance(value, Name) else ""
-    if text not in _pickles.DTYPES:
+    if text not in DTYPES:
         raise CheckpointError(f"{entry.where}: {entry.name} is of dtype {shown(value)}")
     return text
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from .._folders import FLOATS, first_of
 from ..errors import CheckpointError
-from ._pickles import Record, Tensor, shown
+from ._pickle_values import Record, Tensor, shown
 from ._sources import File, Source, numpy_dtype
 from ._torch_zip import TorchFile
 

@@ -13,7 +13,7 @@ from .._folders import first_of, foreign_catalog, parse_json, weight_map
 from ..errors import CheckpointError
 from . import _optimizer
 from ._foreign import FLOATS, Array, Folder, Foreign, array_of, mapping
-from ._pickles import Tensor, shown
+from ._pickle_values import Tensor, shown
 from ._sources import File, Stretch
 
 __all__ = ["read"]

@@ -9,7 +9,7 @@ from typing import Any
 from .._folders import first_of
 from ..errors import CheckpointError
 from ._foreign import FLOATS, Array, Foreign
-from ._pickles import Tensor
+from ._pickle_values import Tensor
 
 __all__ = ["KNOWN_KEYS", "TENSORS", "names_of"]
 

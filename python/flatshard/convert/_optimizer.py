@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ._foreign import Array, Foreign, mapping, sequence
 from ._numbers import KNOWN_KEYS, TENSORS, names_of
-from ._pickles import Tensor, shown
+from ._pickle_values import Tensor, shown
 
 __all__ = ["MOMENTS", "group_of", "moments_of", "rule_of", "take"]
 

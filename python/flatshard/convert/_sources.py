@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from .._folders import is_plain
 from ..errors import CheckpointError
-from ._pickles import DTYPES
+from ._pickle_values import DTYPES
 
 __all__ = ["Blocks", "File", "Joined", "Part", "Source", "Stretch", "Strided", "Zeros", "same"]
 

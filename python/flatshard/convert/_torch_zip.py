@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from . import _pickles
-from ._pickles import DTYPES, Storage, Tensor
+from ._pickle_values import DTYPES, Storage, Tensor, storage_of
 from ._sources import File, Source, Stretch, Strided, Zeros
 
 __all__ = ["TorchFile"]
@@ -204,7 +204,7 @@ class TorchFile:
             raise self._bad("data.pkl does not match its checksum")
 
         def persistent(given: Any) -> Storage:
-            return _pickles.storage(given, self._nbytes)
+            return storage_of(given, self._nbytes)
 
         return _pickles.load(self.where, text, persistent=persistent)
 

@@ -19,7 +19,7 @@ from .._version import __version__
 from ..errors import CheckpointError
 from ._foreign import FLOATS, Array, Foreign, nearest, renamed
 from ._optimizer import moments_of, rule_of
-from ._pickles import DTYPES
+from ._pickle_values import DTYPES
 from ._sources import Zeros, numpy_dtype, same
 
 __all__ = ["Converted", "Options", "Plan", "plan", "write"]
