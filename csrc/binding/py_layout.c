@@ -7,17 +7,17 @@ int
 fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy *out_policy)
 {
     int partition, keep, slot_per_unit, weights, pool_units, master, stochastic;
-    int host_params, host_grads, host_state;
+    int host_params, host_grads, host_state, ring;
     unsigned long long seed;
     PyObject *param, *reduce, *accumulate, *moments;
     if (!PyTuple_Check(policy_tuple)) {
         PyErr_Format(PyExc_TypeError, "policy: expected a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(policy_tuple, "iipiiOOOiOpKppp:policy", &partition, &keep,
+    if (!PyArg_ParseTuple(policy_tuple, "iipiiOOOiOpKpppp:policy", &partition, &keep,
                           &slot_per_unit, &weights, &pool_units, &param, &reduce, &accumulate,
                           &master, &moments, &stochastic, &seed, &host_params, &host_grads,
-                          &host_state)) {
+                          &host_state, &ring)) {
         return -1;
     }
     if (partition < 0 || partition > FS_PARTITION_PER_PARAMETER || weights < 0 ||
@@ -36,6 +36,7 @@ fs_py_policy_take(PyObject *policy_tuple, fs_partition *out_partition, fs_policy
         .precision.stochastic = stochastic != 0,
         .precision.seed = seed,
         .on_host = {host_params != 0, host_grads != 0, host_state != 0},
+        .ring = ring != 0,
     };
     fs_precision *precision = &out_policy->precision;
     if (fs_dtype_take(param, &precision->param) < 0 ||

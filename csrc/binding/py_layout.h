@@ -8,8 +8,8 @@
 
 /* params: sequence of (name, tied name or None, shape tuple, unit, trainable, group); units:
  * sequence of (name, opens, publishes); policy: (partition, keep, slot_per_unit, weights,
- * pool_units, param, reduce, accumulate, master, moments, stochastic, seed) with dtypes as names.
- * -1 with an exception. */
+ * pool_units, param, reduce, accumulate, master, moments, stochastic, seed, host_params,
+ * host_grads, host_state, ring) with dtypes as names. -1 with an exception. */
 int fs_py_layout_take(PyObject *params, PyObject *units, PyObject *policy_tuple, int size,
                       fs_layout **out_layout, fs_policy *out_policy);
 /* The policy alone. */

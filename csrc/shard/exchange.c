@@ -5,7 +5,8 @@
  * Contribution k is the same unit on every rank, so the order of contributions is the order of the
  * engine's collectives, and all ranks take part in all of them. Which parameters a peer has a
  * gradient for its host knows, not ours: what is absent is sent as -0.0, which added to anything
- * leaves its bits; that a parameter had a gradient is folded from all ranks' words at the end. */
+ * leaves its bits; that a parameter had a gradient is folded from all ranks' words at the end.
+ * Where the policy asks for a ring, the engine sums: ring.c. */
 #include "shards_internal.h"
 
 #include <string.h>
@@ -105,10 +106,27 @@ exchange_cuts(fs_shards *shards, const brought *mine, int turn)
                                       streams->sends, sends_n, streams->receives, receives_n));
 }
 
+/* The engine has summed this segment over the ranks already. */
+static void
+sum_of_ring(fs_shards *shards, const brought *mine, const fs_seg *seg, size_t piece_n)
+{
+    const fs_exec *exec = fs_exec_on(shards, FS_STREAM_REDUCE);
+    size_t width = fs_dtype_nbytes(shards->policy.precision.reduce);
+    shards->sources[0] = fs_ring_sum(shards, mine->unit, seg->cut) + piece_n * width;
+    fs_sum sum = fs_sum_of_ranks(shards, seg, !mine->first);
+    sum.src_n = 1;
+    sum.found = seg->cut == shards->rank ? fs_found_at(shards, seg, NULL) : NULL;
+    exec->device->sum(exec, &sum);
+}
+
 static void
 sum_segment(fs_shards *shards, const brought *mine, const fs_seg *seg, size_t slot_n,
             size_t piece_n)
 {
+    if (shards->policy.ring && shards->size > 1) {
+        sum_of_ring(shards, mine, seg, piece_n);
+        return;
+    }
     const fs_exec *exec = fs_exec_on(shards, FS_STREAM_REDUCE);
     const fs_precision *precision = &shards->policy.precision;
     const fs_unit_layout *unit = &shards->layout->units[mine->unit];
@@ -170,8 +188,13 @@ fs_exchange(fs_shards *shards, uint64_t k, bool came)
         fill_absent(shards, &mine);
     }
     fs_status st = FS_OK;
+    bool ring = shards->policy.ring && shards->size > 1;
+    if (ring) {
+        st = fs_ring_reduce(shards, mine.unit, mine.present != NULL ? mine.slot : NULL,
+                            mine.present);
+    }
     for (int turn = 0; turn < shards->policy.keep && st == FS_OK; turn++) {
-        st = shards->size > 1 ? exchange_cuts(shards, &mine, turn) : FS_OK;
+        st = shards->size > 1 && !ring ? exchange_cuts(shards, &mine, turn) : FS_OK;
         if (st == FS_OK) {
             sum_cut(shards, &mine, shards->keep_first + turn);
         }
@@ -193,7 +216,9 @@ fs_status
 fs_exchange_settle(fs_shards *shards)
 {
     const fs_layout *layout = shards->layout;
+    const fs_streams *streams = shards->streams;
     if (shards->red > shards->base) {
+        fs_ring_bring(shards);
         FS_TRY(fs_mark_wait(shards, FS_STREAM_REDUCE, 0));
     }
     FS_TRY(fs_streams_check(shards));
@@ -211,8 +236,9 @@ fs_exchange_settle(fs_shards *shards)
         shards->absmax[s.seg - layout->segs] = found->absmax;
         if (!found->finite && (shards->bad_param < 0 || shards->bad_param > s.seg->param)) {
             shards->bad_param = s.seg->param;
-            shards->bad_rank = (int)found->bad_source; /* sources are ranks */
+            shards->bad_rank = streams->firsts != NULL ? -1 : (int)found->bad_source; /* a rank */
         }
     }
+    fs_ring_settle(shards);
     return FS_OK;
 }

@@ -53,6 +53,11 @@ fs_policy_check(const fs_policy *policy, int size, bool device)
                        "Offload(params=\"cpu\") with weights that are whole in each rank: they are "
                        "read in place and stay on the device; stage 3 gathers them when needed");
     }
+    if (!device && policy->ring) {
+        return FS_FAIL(FS_EUNSUPPORTED,
+                       "reduce_order=\"ring\" is an engine's sum between devices: on the CPU "
+                       "gradients are summed in fp32 in rank order (reduce_order=\"rank\")");
+    }
     if (policy->keep < 1 || policy->keep > size || size % policy->keep != 0) {
         return FS_FAIL(FS_EINVAL, "replicate=%d does not divide the world size %d", policy->keep,
                        size);
@@ -322,8 +327,14 @@ fs_place_staging(const fs_layout *layout, const fs_policy *policy, fs_arena *are
     const fs_extents extents = fs_extents_of(layout);
     size_t width = fs_dtype_nbytes(policy->precision.reduce);
     size_t peers = (size_t)layout->size - 1, nbytes;
-    FS_TRY(fs_mul_size(extents.piece_n * width, peers, &nbytes));
+    bool ring = policy->ring && peers > 0;
+    FS_TRY(fs_mul_size(extents.piece_n * width, peers + ring, &nbytes));
     streams->piece_nbytes = extents.piece_n * width;
+    if (ring) {
+        FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE,
+                             ((size_t)layout->params_n + 1) * sizeof *streams->firsts,
+                             &streams->firsts));
+    }
     FS_TRY(fs_arena_take(arena, FS_MEM_GRADIENTS, nbytes, &streams->staging));
     streams->absent_nbytes = peers > 0 ? extents.run_n * width : 0;
     FS_TRY(fs_arena_take(arena, FS_MEM_GRADIENTS, streams->absent_nbytes, &streams->absent));
@@ -343,6 +354,11 @@ fs_place_pinned(const fs_layout *layout, const fs_policy *policy, int rank, fs_a
     FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE, segs_n * sizeof(fs_sums), &streams->found));
     FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE, streams->transfer_n * FS_TRANSFER_WIDTH,
                          &streams->landing));
+    if (policy->ring && layout->size > 1) {
+        FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE,
+                             (size_t)layout->params_n * sizeof *streams->firsts_here,
+                             &streams->firsts_here));
+    }
     offload->n = policy->on_host.state ? fs_min_size(fs_extents_of(layout).seg_n, FS_OFFLOAD_N) : 0;
     for (int b = 0; b < 2 && offload->n > 0; b++) {
         if (!policy->on_host.grads) {

@@ -172,6 +172,8 @@ typedef struct fs_policy {
                      * none: the caller reads whole weights with fs_load into memory of its own */
     fs_precision precision;
     fs_on_host on_host;
+    bool ring; /* a device's: the engine sums gradients, in precision.reduce and an order of its
+                * own; else this rank does, in fp32 and rank order */
 } fs_policy;
 
 /* Checks the mix; FS_EINVAL names the impossible pair. */

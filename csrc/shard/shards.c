@@ -162,7 +162,8 @@ hash_policy(const fs_policy *policy, bool device)
                               device,
                               policy->on_host.params,
                               policy->on_host.grads,
-                              policy->on_host.state};
+                              policy->on_host.state,
+                              policy->ring};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         hash = hash * UINT64_C(0x100000001b3) + parts[i];
     }

@@ -217,6 +217,20 @@ fs_gather_follow(fs_shards *shards, int peer, bool *out_found);
 FS_NODISCARD fs_status
 fs_exchange(fs_shards *shards, uint64_t k, bool came);
 
+/* A device's, with policy.ring: this rank's gradients of a unit (at slot; NULL: none; flags of its
+ * parameters) into the
+ * engine's sum, in the queue of the reduce stream. */
+FS_NODISCARD fs_status
+fs_ring_reduce(fs_shards *shards, int unit, const unsigned char *slot,
+               const unsigned char *present);
+/* Where the sum of a cut of the unit lies then, of the cuts this rank keeps. */
+const unsigned char *fs_ring_sum(const fs_shards *shards, int unit, int cut);
+/* Around the wait in which a step is settled: brings what searches found; takes it over. */
+void fs_ring_bring(fs_shards *shards);
+void fs_ring_settle(fs_shards *shards);
+/* No search has found anything. */
+void fs_ring_reset(fs_shards *shards);
+
 /* The sum over shards.sources into this rank's accumulator of seg, but for where it tells what it
  * finds. */
 fs_sum fs_sum_of_ranks(const fs_shards *shards, const fs_seg *seg, bool accumulate);

@@ -57,7 +57,8 @@ fold(const fs_payload *records, int size, double max_norm, fs_grad_norm norm, do
         verdict.count += records[r].i[1];
         flags |= records[r].u[2];
         int64_t param = records[r].i[3];
-        if (param >= 0 && (verdict.bad_param < 0 || param < verdict.bad_param)) {
+        bool same = param >= 0 && param == verdict.bad_param && verdict.bad_rank < 0;
+        if (same || (param >= 0 && (verdict.bad_param < 0 || param < verdict.bad_param))) {
             verdict.bad_param = (int)param;
             verdict.bad_rank = (int)records[r].i[4];
         }

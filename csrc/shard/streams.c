@@ -157,7 +157,8 @@ open_lists(fs_shards *shards)
     fs_streams *streams = shards->streams;
     const fs_extents extents = fs_extents_of(shards->layout);
     size_t peers_n = (size_t)shards->size - 1;
-    FS_TRY(fs_calloc(extents.unit_runs, sizeof *streams->pieces, &streams->pieces));
+    size_t pieces_n = fs_max_size(extents.unit_runs, (size_t)shards->size); /* a ring's: all cuts */
+    FS_TRY(fs_calloc(pieces_n, sizeof *streams->pieces, &streams->pieces));
     FS_TRY(fs_calloc(extents.runs * peers_n, sizeof *streams->sends, &streams->sends));
     FS_TRY(fs_calloc(extents.runs * peers_n, sizeof *streams->receives, &streams->receives));
     size_t largest = fs_max_size(extents.seg_n, streams->transfer_n);
@@ -225,6 +226,7 @@ fs_streams_open(fs_shards *shards)
     if (streams->absent_nbytes > 0) {
         fill_absent(shards);
     }
+    fs_ring_reset(shards);
     fs_talk *talk = shards->blocks[shards->rank].talk;
     if (shards->rank == 0 && shards->size > 1) {
         FS_TRY(streams->runtime->engine->make_id(&talk->ids[0]));

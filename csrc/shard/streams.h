@@ -75,8 +75,12 @@ typedef struct fs_streams {
     void *memory, *moments_memory, *pinned, *on_host;
     size_t memory_nbytes, moments_nbytes;
     fs_offload offload;
-    unsigned char *staging; /* what peers send of a cut of a unit: size - 1 pieces */
+    unsigned char *staging; /* what peers send of a cut of a unit: size - 1 pieces; with a ring
+                             * this rank's gradients of a unit, all size cuts of them */
     size_t piece_nbytes;
+    int64_t *firsts; /* ring: [params_n] the first element that this rank brought not finite, and
+                      * one more for the latest search */
+    int64_t *firsts_here; /* pinned: [params_n] of them, once settled */
     unsigned char *absent; /* -0.0: adds nothing, not even a sign */
     size_t absent_nbytes;
     unsigned char *transfer; /* on its way between host and device: transfer_n elements */

@@ -342,6 +342,9 @@ def _phases(policy: Policy, world_size: int) -> list[tuple[str, str, str]]:
         if p.moments != "bfloat16":
             rounding = f"at random in proportion (seed {p.rounding_seed})"
     scale = "none" if p.loss_scale is None else "a power of two, divided out in float32 by the step"
+    added = "float32"
+    if policy.sharding.reduce_order == "ring" and world_size > 1:
+        added = f"{p.reduce}, by NCCL in an order of its own"
     gathered = "the weights themselves" if policy.weights != "shard" else "private pool"
     if on_device and policy.weights == "shard":
         gathered = "pool in device memory"
@@ -360,7 +363,7 @@ def _phases(policy: Policy, world_size: int) -> list[tuple[str, str, str]]:
         ),
         ("forward", "norms, softmax, rotary tables, loss", "float32 or better, private"),
         ("backward", "gradients in slots", f"{p.reduce}, {home(False)}"),
-        ("reduce", "sum over ranks", f"float32, stored as {p.accumulate}, {grads}, {part}"),
+        ("reduce", "sum over ranks", f"{added}, stored as {p.accumulate}, {grads}, {part}"),
         ("pre-step", "norm", "float64 sum of squares of what the reduce wrote"),
         ("pre-step", "loss scale", scale),
         (

@@ -20,6 +20,7 @@ __all__ = [
 Gather = Literal["auto", "view", "copy"]
 Partition = Literal["flat", "per_parameter"]
 Home = Literal["device", "cpu", "disk"]
+ReduceOrder = Literal["rank", "ring"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,13 @@ class Sharding:
         Units gathered ahead on a device. Without effect on the CPU, where all cores compute.
     offload : Offload, optional
         Homes of the memory classes.
+    reduce_order : {"rank", "ring"}
+        Who sums gradients over ranks, in which order. "rank": each rank, in float32 and in the
+        order of ranks, whatever dtype they travelled in; the bits are those of any other device.
+        "ring", between GPUs: NCCL's own reduce-scatter, which adds in the dtype of the wire
+        (``MixedPrecision(reduce=)``), in an order and so with bits that depend on NCCL and on the
+        links; faster on some. With bfloat16 gradients each of its additions rounds. No bytes are
+        saved.
 
     Raises
     ------
@@ -97,6 +105,7 @@ class Sharding:
     replicate: int = 1
     prefetch: int = 1
     offload: Offload | None = None
+    reduce_order: ReduceOrder = "rank"
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
@@ -111,6 +120,10 @@ class Sharding:
             raise ValueError(f"Sharding(replicate={self.replicate!r}): expected at least 1")
         if self.prefetch < 0:
             raise ValueError(f"Sharding(prefetch={self.prefetch!r}): expected 0 or more")
+        if self.reduce_order not in ("rank", "ring"):
+            raise ValueError(
+                f'Sharding(reduce_order={self.reduce_order!r}): expected "rank" or "ring"'
+            )
 
 
 @dataclass(frozen=True)
@@ -361,6 +374,7 @@ class Policy:
             p.rounding == "stochastic",
             p.rounding_seed,
             *self.on_host,
+            self.sharding.reduce_order == "ring",
         )
 
 
@@ -405,7 +419,7 @@ def resolve(
     ValueError
         ``replicate`` does not divide the world, the preset is unknown, or ``gather="view"`` where
         ranks cannot share weights: on several hosts, or on a device. ``Offload(params="cpu")`` on
-        a device below stage 3.
+        a device below stage 3. ``reduce_order="ring"`` on the CPU.
     """
     if isinstance(precision, str):
         if precision not in PRESETS:
@@ -424,6 +438,11 @@ def resolve(
         raise ValueError(
             f'Sharding(gather="view") shares weights in host memory, and this world computes on '
             f'{device}: use "copy", or "auto"'
+        )
+    if sharding.reduce_order == "ring" and device == "cpu":
+        raise ValueError(
+            'Sharding(reduce_order="ring") is NCCL\'s sum between GPUs, and this world computes on '
+            'the CPU, where gradients are summed in float32 in the order of ranks: use "rank"'
         )
     weights: Literal["shared", "whole", "shard"] = "shared"
     if gather == "copy":

@@ -10,7 +10,7 @@ static program
 offloaded(int size, unsigned homes, int precision, fs_rule rule)
 {
     program p = {.name = "offload", .size = size, .partition = FS_PARTITION_FLAT,
-                 .policy = {1, false, FS_WEIGHTS_SHARD, 2, *precisions[precision], {0}},
+                 .policy = {1, false, FS_WEIGHTS_SHARD, 2, *precisions[precision], {0}, false},
                  .rule = rule, .steps = 2, .rounds = 2, .bad_step = -1};
     p.policy.on_host = (fs_on_host){(homes & 1) != 0, (homes & 2) != 0, (homes & 4) != 0};
     return p;

@@ -31,13 +31,13 @@ test_same_bits(void)
     int cases = 0;
     for (int size = 1; size <= RANKS_MAX; size++) {
         const fs_policy policies[] = {
-            {size, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
-            {1, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
-            {1, false, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
-            {1, false, FS_WEIGHTS_SHARD, 2, fp32, {0}},
-            {1, false, FS_WEIGHTS_SHARD, 0, fp32, {0}},
-            {size / 2, false, FS_WEIGHTS_SHARD, 3, fp32, {0}},
-            {size / 2, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
+            {size, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}, false},
+            {1, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}, false},
+            {1, false, FS_WEIGHTS_WHOLE, 1, fp32, {0}, false},
+            {1, false, FS_WEIGHTS_SHARD, 2, fp32, {0}, false},
+            {1, false, FS_WEIGHTS_SHARD, 0, fp32, {0}, false},
+            {size / 2, false, FS_WEIGHTS_SHARD, 3, fp32, {0}, false},
+            {size / 2, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}, false},
         };
         for (size_t i = 0; i < sizeof policies / sizeof policies[0]; i++) {
             if (policies[i].keep < 1 || size % policies[i].keep != 0) {
@@ -78,8 +78,40 @@ static program
 prefetching(int size)
 {
     return (program){.name = "prefetch", .size = size, .partition = FS_PARTITION_FLAT,
-                     .policy = {1, false, FS_WEIGHTS_SHARD, 2, fp32, {0}}, .rule = FS_RULE_ADAMW,
-                     .steps = 2, .rounds = 1, .brief = true, .bad_step = -1};
+                     .policy = {1, false, FS_WEIGHTS_SHARD, 2, fp32, {0}, false},
+                     .rule = FS_RULE_ADAMW, .steps = 2, .rounds = 1, .brief = true, .bad_step = -1};
+}
+
+/* The engine's own sum, in another order than that of ranks: the same bits where sums are exact, as
+ * those of this program's gradients are while it does not read weights; and what is not finite has
+ * the name of its parameter and of the rank that brought it. */
+static void
+test_ring(void)
+{
+    int cases = 0;
+    for (int size = 1; size <= RANKS_MAX; size++) {
+        for (int keep = 1; keep <= size; keep++) {
+            for (int slots = 0; size % keep == 0 && slots < 2; slots++, cases++) {
+                program p = {
+                    .name = "ring", .size = size, .uneven = true, .shuffled = slots == 1,
+                    .policy = {keep, slots == 1, FS_WEIGHTS_WHOLE, 1, fp32, {0}, false},
+                    .partition = cases % 2 == 0 ? FS_PARTITION_FLAT : FS_PARTITION_PER_PARAMETER,
+                    .rule = FS_RULE_ADAMW, .steps = 3, .bad_step = cases % 3 == 0 ? 1 : -1,
+                };
+                outcome want = on_cpu(&p);
+                p.policy.ring = true;
+                outcome got = on_device(&p, (uint64_t)cases, FS_SIM_SHUFFLED);
+                check_same(&p, &got, &want);
+            }
+        }
+    }
+    program p = prefetching(2);
+    p.policy.ring = true;
+    outcome out;
+    fs_status statuses[RANKS_MAX];
+    run_program(&out, &p, NULL, statuses);
+    CHECK(statuses[0] == FS_EUNSUPPORTED && strstr(ranks[0].why.text, "reduce_order") != NULL,
+          "a ring on the CPU: %d: %s", (int)statuses[0], ranks[0].why.text);
 }
 
 static void
@@ -109,7 +141,7 @@ test_edits(void)
         for (int keeps = 0; keeps < 2; keeps++) {
             fs_weights weights = keeps ? FS_WEIGHTS_WHOLE : FS_WEIGHTS_SHARD;
             program p = {.name = "edits", .size = size, .rule = FS_RULE_SGD, .steps = 3,
-                         .rounds = 2, .policy = {1, keeps != 0, weights, 2, bf16, {0}},
+                         .rounds = 2, .policy = {1, keeps != 0, weights, 2, bf16, {0}, false},
                          .bad_step = -1, .edits = true, .keeps = keeps != 0};
             outcome want = on_cpu(&p);
             outcome got = on_device(&p, (uint64_t)size, FS_SIM_SHUFFLED);
@@ -153,10 +185,12 @@ test_every_wait_is_needed(void)
     const program programs[] = {
         prefetching(2),
         prefetching(1),
-        {.name = "whole", .size = 2, .policy = {1, false, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
+        {.name = "whole", .size = 2, .policy = {1, false, FS_WEIGHTS_WHOLE, 1, fp32, {0}, false},
          .rule = FS_RULE_SGD, .steps = 2, .rounds = 1, .bad_step = -1},
-        {.name = "uneven", .size = 2, .policy = {2, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}},
+        {.name = "uneven", .size = 2, .policy = {2, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}, false},
          .rule = FS_RULE_SGD, .steps = 3, .uneven = true, .bad_step = -1},
+        {.name = "ring", .size = 2, .policy = {2, true, FS_WEIGHTS_WHOLE, 1, fp32, {0}, true},
+         .rule = FS_RULE_SGD, .steps = 2, .rounds = 1, .bad_step = -1},
     };
     size_t n = ONE_CASE_IN == 1 ? sizeof programs / sizeof programs[0] : 0;
     for (size_t i = 0; i < n; i++) {
@@ -272,6 +306,7 @@ main(void)
     runtime.memory_open = memory_open_but_one;
     test_same_bits();
     test_schedules();
+    test_ring();
     test_edits();
     test_skipped_batches();
     test_every_wait_is_needed();

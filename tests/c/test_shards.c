@@ -204,12 +204,12 @@ main(void)
     static float got[512], want[512];
     for (int size = 1; size <= RANKS_MAX; size += size < 3 ? 1 : 2) {
         fs_policy policies[] = {
-            {size, true, FS_WEIGHTS_SHARED, 1, precision, {0}},
-            {1, true, FS_WEIGHTS_WHOLE, 1, precision, {0}},
-            {1, false, FS_WEIGHTS_SHARED, 1, precision, {0}},
-            {1, false, FS_WEIGHTS_SHARD, 1, precision, {0}},
-            {size, true, FS_WEIGHTS_WHOLE, 1, precision, {0}},
-            {1, false, FS_WEIGHTS_SHARD, 0, precision, {0}},
+            {size, true, FS_WEIGHTS_SHARED, 1, precision, {0}, false},
+            {1, true, FS_WEIGHTS_WHOLE, 1, precision, {0}, false},
+            {1, false, FS_WEIGHTS_SHARED, 1, precision, {0}, false},
+            {1, false, FS_WEIGHTS_SHARD, 1, precision, {0}, false},
+            {size, true, FS_WEIGHTS_WHOLE, 1, precision, {0}, false},
+            {1, false, FS_WEIGHTS_SHARD, 0, precision, {0}, false},
         };
         reference(size, want);
         for (size_t p = 0; p < sizeof policies / sizeof policies[0]; p++) {

@@ -65,6 +65,7 @@ SHARDING = _fields(
     replicate=_count,
     prefetch=checks.integer(0),
     offload=_or_section(_word),
+    reduce_order=checks.choice("rank", "ring"),
 )
 OFFLOAD = _fields(
     params=checks.choice("device", "cpu", "disk"),
