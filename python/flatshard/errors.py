@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "CollectiveMismatch",
@@ -51,7 +53,16 @@ class CheckpointError(FlatshardError):
 
 
 class ConfigError(FlatshardError, ValueError):
-    """A configuration says something that is unknown, contradictory or not offered."""
+    """A configuration says something that is unknown, contradictory or not offered.
+
+    Attributes
+    ----------
+    keys : tuple
+        What became of each key that was read, ``flatshard.config.Key``, refused ones among them;
+        empty where the error is not about single keys. The text has a line for each refused one.
+    """
+
+    keys: tuple[Any, ...] = ()
 
 
 class NonFiniteError(FlatshardError, ArithmeticError):

@@ -346,6 +346,46 @@ def test_check_says_what_is_wrong(files: pathlib.Path, capsys: pytest.CaptureFix
         assert message in capsys.readouterr().err
 
 
+def test_check_shows_every_refused_key(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {
+        "zero_optimization": {"stage": 3, "overlap_com": True, "reduce_bucket_size": "auto"},
+        "prescale_gradients": True,
+        "optimizer": {"type": "LAMB", "params": {"max_coeff": 3}},
+        "gradient_clipping": -1,
+    }
+    wrong = {
+        "optimizer.type": "is not offered",
+        "zero_optimization.overlap_com": "did you mean overlap_comm?",
+        "zero_optimization.reduce_bucket_size": "nothing was given to fill it",
+        "prescale_gradients": "communication_data_type",
+        "gradient_clipping": "expected a finite number from 0",
+    }
+    with pytest.raises(ConfigError) as caught:
+        config.deepspeed(values, world_size=2)
+    lines = str(caught.value).splitlines()
+    assert [line.split()[1] for line in lines] == list(wrong)
+    assert {key.path: key.fate for key in caught.value.keys} == {
+        **dict.fromkeys(wrong, "refused"),
+        "zero_optimization.stage": "done",
+    }
+    file = tmp_path / "many.json"
+    file.write_text(json.dumps(values))
+    assert main(["config", "check", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.endswith("1 done, 0 noted, 5 refused\n")
+    assert "--auto NAME=VALUE, or by --trainer" in printed.err
+    for path, text in wrong.items():
+        row = next(line for line in printed.out.splitlines() if line.startswith(path))
+        assert " refused " in row and text.split("?")[0] in " ".join(row.split())
+        assert f"{path} " in printed.err
+    assert main(["config", "check", str(file), "--json"]) == 2
+    made = json.loads(capsys.readouterr().out)
+    assert made["settings"] is None
+    assert {key["key"] for key in made["keys"] if key["fate"] == "refused"} == set(wrong)
+
+
 def test_check_with_auto(files: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = str(files / "auto.json")
     assert (

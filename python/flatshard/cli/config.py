@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,8 @@ from ..config.deepspeed_keys import RULES as DEEPSPEED_RULES
 from ..config.fsdp import POLICY
 from ..config.fsdp import RULES as FSDP_RULES
 from ..config.own import KINDS
-from ..config.reading import Rule, section
-from ..config.settings import short
+from ..config.reading import UNFILLED, Rule, section
+from ..config.settings import short, table
 from ..errors import ConfigError
 
 __all__ = ["main"]
@@ -95,18 +96,44 @@ def _read(source: str, options: argparse.Namespace) -> config.Settings:
             auto[name] = json.loads(value)
         except ValueError:
             raise ConfigError(f"--auto {pair}: {value!r} is no number, true or false") from None
-    return config.read(
-        os.environ if source == "environment" else source,
-        kind=options.kind or ("accelerate" if source == "environment" else None),
-        world_size=options.world_size,
-        auto=auto,
-    )
+    try:
+        return config.read(
+            os.environ if source == "environment" else source,
+            kind=options.kind or ("accelerate" if source == "environment" else None),
+            world_size=options.world_size,
+            auto=auto,
+        )
+    except ConfigError as error:
+        if UNFILLED not in str(error):
+            raise
+        told = ConfigError(
+            f'{error}\nhere what is "auto" is filled by --auto NAME=VALUE, or by --trainer where '
+            "a Trainer will fill it"
+        )
+        told.keys = error.keys
+        raise told from None
 
 
 def _check(options: argparse.Namespace) -> int:
-    settings = _read(options.file, options)
+    try:
+        settings = _read(options.file, options)
+    except ConfigError as error:
+        if error.keys:
+            _show(options, options.file, error.keys, None)
+        raise
     if options.world_size is not None:
         settings.check_world(options.world_size)
+    _show(options, settings.source, settings.keys, settings)
+    return 0
+
+
+def _show(
+    options: argparse.Namespace,
+    source: str,
+    keys: Sequence[config.Key],
+    settings: config.Settings | None,
+) -> None:
+    """The table, or one JSON object; without settings where keys are refused."""
     if options.json:
         rows = [
             {
@@ -115,15 +142,17 @@ def _check(options: argparse.Namespace) -> int:
                 "fate": key.fate,
                 "by": key.text,
             }
-            for key in settings.keys
+            for key in keys
         ]
-        made = config.to_dict(settings) if not _is_open(settings) else None
-        print(json.dumps({"source": settings.source, "keys": rows, "settings": made}, indent=1))
-        return 0
-    print(settings.table())
-    counts = {fate: sum(key.fate == fate for key in settings.keys) for fate in ("done", "noted")}
-    print(f"{counts['done']} done, {counts['noted']} noted, none refused")
-    return 0
+        made = config.to_dict(settings) if settings and not _is_open(settings) else None
+        print(json.dumps({"source": source, "keys": rows, "settings": made}, indent=1))
+        return
+    print(table(source, keys))
+    counts = Counter(key.fate for key in keys)
+    print(
+        f"{counts['done']} done, {counts['noted']} noted, {counts['refused'] or 'none'} refused",
+        flush=True,
+    )
 
 
 def known_keys(form: str) -> list[str]:

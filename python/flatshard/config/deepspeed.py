@@ -130,7 +130,8 @@ def read_deepspeed(
         if known not in AUTO_NAMES:
             raise ConfigError(f"auto= has {known!r:.60}: expected {', '.join(AUTO_NAMES)}")
     reader = Reader(name, auto=auto)
-    _known_type(reader, values.get("optimizer"))
+    if _refuse_type(reader, values.get("optimizer")):
+        values = {key: value for key, value in values.items() if key != "optimizer"}
     found = reader.read(values, RULES)
     if "bf16" in found and "bfloat16" in found:
         reader.fail("bfloat16", "is the old name of bf16, which is there too; leave it out")
@@ -363,13 +364,14 @@ def _offload(reader: Reader, zero: Mapping[str, Any]) -> Offload | None:
 # ---- optimizer and schedule ---------------------------------------------------------------------
 
 
-def _known_type(reader: Reader, section: object) -> None:
-    """Refuses an optimizer by its name before any parameter of it that nobody else has."""
+def _refuse_type(reader: Reader, section: object) -> bool:
+    """Whether an optimizer is refused by its name: its parameters, then, are not looked at."""
     asked = section.get("type") if isinstance(section, Mapping) else None
-    if isinstance(asked, str) and asked != "auto" and not _is_offered(asked):
-        reader.fail(
-            "optimizer.type", f'is "{asked:.60}", which is not offered; there are {_listed()}'
-        )
+    if not isinstance(asked, str) or asked == "auto" or _is_offered(asked):
+        return False
+    text = f'is "{asked:.60}", which is not offered; there are {_listed()}'
+    reader.refuse("optimizer.type", asked, text)
+    return True
 
 
 def _is_offered(asked: str) -> bool:

@@ -13,9 +13,11 @@ from ..errors import ConfigError
 from .checks import Check, Wrong, mapping
 from .settings import LATER, Key, short
 
-__all__ = ["Auto", "Reader", "Rule", "done", "load", "noted", "refused", "section"]
+__all__ = ["UNFILLED", "Auto", "Reader", "Rule", "done", "load", "noted", "refused", "section"]
 
 _NBYTES_MAX = 1 << 24
+#: What is said of an "auto" that nobody fills.
+UNFILLED = "nothing was given to fill it"
 
 
 # ---- rules --------------------------------------------------------------------------------------
@@ -156,6 +158,19 @@ class Reader:
         """Raises ConfigError about a key."""
         raise ConfigError(f"{self.source}: {path} {text}" if path else f"{self.source}: {text}")
 
+    def refuse(self, path: str, value: object, text: str) -> None:
+        """Adds a refused line to the table; settle() raises for all of them."""
+        self.rows.append(Key(path, value, "refused", text))
+
+    def settle(self) -> None:
+        """Raises ConfigError where keys were refused: one line for each, the table in ``keys``."""
+        refused = [key for key in self.rows if key.fate == "refused"]
+        wrong = [f"{self.source}: {key.path} {key.text}" for key in refused]
+        if wrong:
+            error = ConfigError("\n".join(wrong))
+            error.keys = tuple(self.rows)
+            raise error
+
     def row(self, path: str, value: object, fate: Literal["done", "noted"], text: str) -> None:
         """Adds a line to the table, for what no single rule decides."""
         self.rows.append(Key(path, value, fate, text))
@@ -170,6 +185,8 @@ class Reader:
     ) -> dict[str, Any]:
         """The values of keys that are done, nested as the sections are; aliases are resolved.
 
+        All keys are read before the first refused one raises, so that an error names them all.
+
         Parameters
         ----------
         values : mapping
@@ -181,7 +198,8 @@ class Reader:
         known : mapping, optional
             Key to the path where it belongs, for a key that stands in the wrong section.
         """
-        known = _paths(rules) if known is None else known
+        outermost = known is None
+        paths = _paths(rules) if known is None else known
         found: dict[str, Any] = {}
         origin: dict[str, str] = {}
         for key, given in values.items():
@@ -190,24 +208,30 @@ class Reader:
             where = self.where(path, key)
             rule = rules.get(key)
             if rule is None:
-                self.fail(where, _unknown(key, rules, known))
-            if rule.fate == "section":
-                assert rule.rules is not None
-                inner = self._checked(rule, where, given)
-                found[key] = self.read(inner, rule.rules, where, known=known)
+                self.refuse(where, given, _unknown(key, rules, paths))
                 continue
-            value, auto = self._filled(rule, where, given)
-            self._keep(rule, where, value, auto)
-            if rule.fate != "done":
+            try:
+                if rule.fate == "section":
+                    assert rule.rules is not None
+                    inner = self._checked(rule, where, given)
+                    found[key] = self.read(inner, rule.rules, where, known=paths)
+                    continue
+                value, auto = self._filled(rule, where, given)
+                name = rule.alias or key
+                if rule.fate == "done" and name in found and found[name] != value:
+                    self.fail(
+                        where,
+                        f"is {_quoted(given)} and {origin[name]} is "
+                        f"{_quoted(found[name])}: they mean the same; leave one out",
+                    )
+                self._keep(rule, where, value, auto)
+            except ConfigError as error:
+                self.refuse(where, given, str(error).removeprefix(f"{self.source}: {where} "))
                 continue
-            name = rule.alias or key
-            if name in found and found[name] != value:
-                self.fail(
-                    where,
-                    f"is {_quoted(given)} and {origin[name]} is "
-                    f"{_quoted(found[name])}: they mean the same; leave one out",
-                )
-            found[name], origin[name] = value, where
+            if rule.fate == "done":
+                found[name], origin[name] = value, where
+        if outermost:
+            self.settle()
         return found
 
     def section(self, rule: Rule, where: str, given: object) -> dict[str, Any]:
@@ -237,7 +261,7 @@ class Reader:
             missing = [name for name in fill.names if name not in self.auto]
             self.fail(
                 where,
-                f'is "auto", and nothing was given to fill it; write the value, or give '
+                f'is "auto", and {UNFILLED}; write the value, or give '
                 f"auto={{{', '.join(f'{name!r}: ...' for name in missing)}}}",
             )
         word = f" (auto, from {', '.join(fill.names)})" if fill.names else " (auto)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LATER", "Batch", "Key", "OptimizerSettings", "ScheduleSettings", "Settings", "Units"]
 
-Fate = Literal["done", "noted"]
+Fate = Literal["done", "noted", "refused"]
 
 
 class _Later:
@@ -42,11 +42,11 @@ class Key:
         The key with the sections around it, as ``zero_optimization.stage``.
     value : object
         As it was read, "auto" resolved.
-    fate : {"done", "noted"}
-        "done": it decides a field. "noted": it has no effect here, and the text says why. Keys that
-        are refused raise ConfigError and appear in no table.
+    fate : {"done", "noted", "refused"}
+        "done": it decides a field. "noted": it has no effect here, and the text says why.
+        "refused": it is unknown, wrong or not offered; only in ``ConfigError.keys``.
     text : str
-        What it decides, or the mechanism that takes its place.
+        What it decides, the mechanism that takes its place, or what is wrong with it.
     auto : str
         Where a value that was "auto" came from; empty for others.
     """
@@ -391,14 +391,24 @@ class Settings:
 
     def table(self) -> str:
         """What became of each key, one a line."""
-        rows = [(key.path, short(key.value) + key.auto, key.fate, key.text) for key in self.keys]
-        lines = [f"{self.source}: {len(rows)} keys" if rows else f"{self.source}: no keys"]
-        width = [min(48, max((len(row[i]) for row in rows), default=0)) for i in range(3)]
-        for path, value, fate, text in rows:
-            lines.append(
-                f"{path:{width[0]}}  {value:{width[1]}}  {fate:{width[2]}}  {text}".rstrip()
-            )
-        return "\n".join(lines)
+        return table(self.source, self.keys)
+
+
+def table(source: str, keys: Sequence[Key]) -> str:
+    """What became of keys, one a line.
+
+    Parameters
+    ----------
+    source : str
+        Whose keys they are.
+    keys : sequence of Key
+    """
+    rows = [(key.path, short(key.value) + key.auto, key.fate, key.text) for key in keys]
+    lines = [f"{source}: {len(rows)} keys" if rows else f"{source}: no keys"]
+    width = [min(48, max((len(row[i]) for row in rows), default=0)) for i in range(3)]
+    for path, value, fate, text in rows:
+        lines.append(f"{path:{width[0]}}  {value:{width[1]}}  {fate:{width[2]}}  {text}".rstrip())
+    return "\n".join(lines)
 
 
 def short(value: object) -> str:
