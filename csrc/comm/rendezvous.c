@@ -11,7 +11,7 @@
  * only when none of its own has come for that rank in some time, and never once it has seen the
  * rank 0 of the other job. Who is put off asks again, and finds the rank 0 of its own job next. */
 #define _GNU_SOURCE
-#include "shared.h"
+#include "local_socket.h"
 
 #ifndef FS_THREADS_ONLY
 
@@ -20,11 +20,9 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
-// ---- addresses ----------------------------------------------------------------------------------
+// ---- messages -----------------------------------------------------------------------------------
 
 /* FNV-1a twice with different starts: 128 bits of the job's name. */
 static void
@@ -37,58 +35,6 @@ hash_name(const char *name, uint64_t out[2])
         out[1] = (out[1] ^ (unsigned char)*c) * 0x100000001b3u + 0x9e3779b97f4a7c15u;
     }
 }
-
-typedef struct address {
-    struct sockaddr_un name;
-    socklen_t nbytes; /* 0: this address cannot be used */
-} address;
-
-static address
-abstract_address(const uint64_t hash[2])
-{
-    address a = {.name = {.sun_family = AF_UNIX}};
-    int n = snprintf(a.name.sun_path + 1, sizeof a.name.sun_path - 1, "flatshard-%u-%016llx%016llx",
-                     (unsigned)getuid(), (unsigned long long)hash[0], (unsigned long long)hash[1]);
-    a.nbytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n);
-    return a;
-}
-
-/* A folder that only this user can enter; made if it is not there. */
-static bool
-private_folder(const char *path)
-{
-    struct stat info;
-    if (mkdir(path, 0700) < 0 && errno != EEXIST) {
-        return false;
-    }
-    return lstat(path, &info) == 0 && S_ISDIR(info.st_mode) && info.st_uid == getuid() &&
-           (info.st_mode & 077) == 0;
-}
-
-static address
-folder_address(const char *folder, const uint64_t hash[2])
-{
-    address a = {.name = {.sun_family = AF_UNIX}};
-    if (folder == NULL) {
-        return a;
-    }
-    int n = snprintf(a.name.sun_path, sizeof a.name.sun_path, "%s/%016llx%016llx", folder,
-                     (unsigned long long)hash[0], (unsigned long long)hash[1]);
-    if (n > 0 && (size_t)n < sizeof a.name.sun_path) {
-        a.nbytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + (size_t)n + 1);
-    }
-    return a;
-}
-
-static bool
-same_user(int fd)
-{
-    struct ucred peer;
-    socklen_t nbytes = sizeof peer;
-    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &nbytes) == 0 && peer.uid == getuid();
-}
-
-// ---- messages -----------------------------------------------------------------------------------
 
 #define HELLO_MAGIC 0x66736869u
 
@@ -120,144 +66,7 @@ greeting_of(const fs_join *join, const uint64_t name[2])
                    join->parent};
 }
 
-/* A peer that says nothing does not hold up the others for longer than this. */
-static void
-limit_silence(int fd)
-{
-    const struct timeval limit = {1, 0};
-    (void)setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-    (void)setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
-}
-
-static bool
-send_all(int fd, const void *data, size_t nbytes)
-{
-    const unsigned char *at = data;
-    while (nbytes > 0) {
-        ssize_t n = send(fd, at, nbytes, MSG_NOSIGNAL);
-        if (n < 0 && errno == EINTR) {
-            continue;
-        }
-        if (n <= 0) {
-            return false;
-        }
-        at += n;
-        nbytes -= (size_t)n;
-    }
-    return true;
-}
-
-static bool
-receive_all(int fd, void *data, size_t nbytes)
-{
-    unsigned char *at = data;
-    while (nbytes > 0) {
-        ssize_t n = recv(fd, at, nbytes, 0);
-        if (n < 0 && errno == EINTR) {
-            continue;
-        }
-        if (n <= 0) {
-            return false;
-        }
-        at += n;
-        nbytes -= (size_t)n;
-    }
-    return true;
-}
-
-/* One byte that carries both descriptors. */
-static bool
-send_files(int fd, const int files[2])
-{
-    char byte = 0;
-    struct iovec data = {&byte, 1};
-    union {
-        struct cmsghdr header;
-        char bytes[CMSG_SPACE(2 * sizeof(int))];
-    } control;
-    memset(&control, 0, sizeof control);
-    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = control.bytes,
-                             .msg_controllen = sizeof control.bytes};
-    struct cmsghdr *part = CMSG_FIRSTHDR(&message);
-    part->cmsg_level = SOL_SOCKET;
-    part->cmsg_type = SCM_RIGHTS;
-    part->cmsg_len = CMSG_LEN(2 * sizeof(int));
-    memcpy(CMSG_DATA(part), files, 2 * sizeof(int));
-    ssize_t n;
-    do {
-        n = sendmsg(fd, &message, MSG_NOSIGNAL);
-    } while (n < 0 && errno == EINTR);
-    return n == 1;
-}
-
-static bool
-receive_files(int fd, int files[2])
-{
-    char byte;
-    struct iovec data = {&byte, 1};
-    union {
-        struct cmsghdr header;
-        char bytes[CMSG_SPACE(2 * sizeof(int))];
-    } control;
-    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = control.bytes,
-                             .msg_controllen = sizeof control.bytes};
-    ssize_t n;
-    do {
-        n = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
-    } while (n < 0 && errno == EINTR);
-    struct cmsghdr *part = n == 1 ? CMSG_FIRSTHDR(&message) : NULL;
-    if (part == NULL || part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) {
-        return false;
-    }
-    size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    if (count != 2 || (message.msg_flags & MSG_CTRUNC)) {
-        for (size_t i = 0; i < count; i++) {
-            int extra;
-            memcpy(&extra, CMSG_DATA(part) + i * sizeof(int), sizeof extra);
-            (void)close(extra);
-        }
-        return false;
-    }
-    memcpy(files, CMSG_DATA(part), 2 * sizeof(int));
-    return true;
-}
-
-static int
-connect_to(const address *where)
-{
-    if (where->nbytes == 0) {
-        return -1;
-    }
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (fd >= 0) {
-        limit_silence(fd);
-        if (connect(fd, (const struct sockaddr *)&where->name, where->nbytes) == 0 &&
-            same_user(fd)) {
-            return fd;
-        }
-        (void)close(fd);
-    }
-    return -1;
-}
-
 // ---- rank 0 -------------------------------------------------------------------------------------
-
-static int
-listen_at(const address *where)
-{
-    if (where->nbytes == 0) {
-        return -1;
-    }
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd >= 0 && (bind(fd, (const struct sockaddr *)&where->name, where->nbytes) < 0 ||
-                    listen(fd, 128) < 0)) {
-        int why = errno;
-        (void)close(fd);
-        errno = why;
-        return -1;
-    }
-    return fd;
-}
 
 /* What rank 0 knows while it hands the descriptors out. */
 typedef struct server {
@@ -290,14 +99,6 @@ put_off(server *serves)
     return serves->rival != 0 || (double)(now - serves->stranger_ns) * 1e-9 < seconds;
 }
 
-static int64_t
-pid_of_peer(int fd)
-{
-    struct ucred peer = {0};
-    socklen_t nbytes = sizeof peer;
-    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &nbytes) == 0 ? peer.pid : 0;
-}
-
 static verdict
 judge(server *serves, const hello *said, int64_t pid)
 {
@@ -324,15 +125,16 @@ answer(int fd, server *serves)
 {
     const fs_job *job = serves->job;
     hello said;
-    limit_silence(fd);
-    if (!same_user(fd) || !receive_all(fd, &said, sizeof said) || said.magic != HELLO_MAGIC) {
+    fs_socket_limit_silence(fd);
+    if (!fs_socket_same_user(fd) || !fs_socket_receive(fd, &said, sizeof said) ||
+        said.magic != HELLO_MAGIC) {
         return false;
     }
-    reply back = {HELLO_MAGIC, (int32_t)judge(serves, &said, pid_of_peer(fd)), job->size,
+    reply back = {HELLO_MAGIC, (int32_t)judge(serves, &said, fs_socket_peer(fd)), job->size,
                   job->page->nonce};
     const int files[2] = {job->data_fd, job->lock_fd};
-    if (!send_all(fd, &back, sizeof back) || back.verdict != VERDICT_WELCOME ||
-        !send_files(fd, files)) {
+    if (!fs_socket_send(fd, &back, sizeof back) || back.verdict != VERDICT_WELCOME ||
+        !fs_socket_send_files(fd, files)) {
         return false;
     }
     serves->came[said.rank] = true;
@@ -375,17 +177,18 @@ stop_waiting(const fs_join *join)
 
 /* Is it a rank 0 like us that listens there? Its process; 0: nobody, or a stranger. */
 static int64_t
-find_rank_0(const address *where, const fs_join *join, const uint64_t name[2])
+find_rank_0(const fs_address *where, const fs_join *join, const uint64_t name[2])
 {
     hello mine = greeting_of(join, name);
     reply back;
-    int fd = connect_to(where);
+    int fd = fs_socket_connect(where);
     if (fd < 0) {
         return 0;
     }
-    bool known = send_all(fd, &mine, sizeof mine) && receive_all(fd, &back, sizeof back) &&
+    bool known = fs_socket_send(fd, &mine, sizeof mine) &&
+                 fs_socket_receive(fd, &back, sizeof back) &&
                  back.magic == HELLO_MAGIC;
-    int64_t pid = known ? pid_of_peer(fd) : 0;
+    int64_t pid = known ? fs_socket_peer(fd) : 0;
     (void)close(fd);
     return pid;
 }
@@ -394,11 +197,11 @@ find_rank_0(const address *where, const fs_join *join, const uint64_t name[2])
  * is about to end (the job before this one) is waited for; one that stays is another job, whose
  * ranks would be mixed with ours. */
 static fs_status
-take_name(const address *where, const fs_join *join, const uint64_t name[2], int *out_fd)
+take_name(const fs_address *where, const fs_join *join, const uint64_t name[2], int *out_fd)
 {
     int64_t end = fs_now_ns() + NAME_WAIT_NS;
     for (;;) {
-        *out_fd = listen_at(where);
+        *out_fd = fs_socket_listen(where);
         if (*out_fd >= 0 || errno != EADDRINUSE) {
             return FS_OK;
         }
@@ -426,8 +229,8 @@ fs_rendezvous_serve(const fs_job *job, const fs_join *join, bool *came)
 {
     server serves = {.job = job, .join = join, .came = came};
     hash_name(join->name, serves.name);
-    address first = abstract_address(serves.name);
-    address second = folder_address(join->folder, serves.name);
+    fs_address first = fs_address_abstract(serves.name);
+    fs_address second = fs_address_in_folder(join->folder, serves.name);
     int listeners[2] = {-1, -1};
     FS_TRY(take_name(&first, join, serves.name, &listeners[0]));
     bool tried_folder = false;
@@ -437,10 +240,10 @@ fs_rendezvous_serve(const fs_job *job, const fs_join *join, bool *came)
         int64_t now = fs_now_ns();
         if (!tried_folder && (listeners[0] < 0 || now - start > FOLDER_AFTER_NS)) {
             tried_folder = true;
-            if (second.nbytes != 0 && private_folder(join->folder)) {
+            if (second.nbytes != 0 && fs_private_folder(join->folder)) {
                 (void)unlink(
                     second.name.sun_path); /* of a job that was killed; ours has this name */
-                listeners[1] = listen_at(&second);
+                listeners[1] = fs_socket_listen(&second);
             }
             if (listeners[0] < 0 && listeners[1] < 0) {
                 st = FS_FAIL_ERRNO(
@@ -487,9 +290,9 @@ ask_over(int fd, fs_job *job, const fs_join *join, const uint64_t name[2], uint6
     reply back;
     int files[2];
     fs_status st = FS_OK;
-    if (send_all(fd, &mine, sizeof mine) && receive_all(fd, &back, sizeof back) &&
+    if (fs_socket_send(fd, &mine, sizeof mine) && fs_socket_receive(fd, &back, sizeof back) &&
         back.magic == HELLO_MAGIC) {
-        if (back.verdict == VERDICT_WELCOME && receive_files(fd, files)) {
+        if (back.verdict == VERDICT_WELCOME && fs_socket_receive_files(fd, files)) {
             job->data_fd = files[0];
             job->lock_fd = files[1];
             *out_nonce = back.nonce;
@@ -508,10 +311,10 @@ ask_over(int fd, fs_job *job, const fs_join *join, const uint64_t name[2], uint6
 
 /* Asks rank 0 once. FS_OK with job->data_fd still -1: nobody there yet. */
 static fs_status
-ask_once(fs_job *job, const fs_join *join, const address *where, const uint64_t name[2],
+ask_once(fs_job *job, const fs_join *join, const fs_address *where, const uint64_t name[2],
          uint64_t *out_nonce)
 {
-    int fd = connect_to(where);
+    int fd = fs_socket_connect(where);
     if (fd < 0) {
         return FS_OK;
     }
@@ -525,7 +328,8 @@ fs_rendezvous_ask(fs_job *job, const fs_join *join, uint64_t *out_nonce)
 {
     uint64_t name[2];
     hash_name(join->name, name);
-    const address where[2] = {abstract_address(name), folder_address(join->folder, name)};
+    const fs_address where[2] = {fs_address_abstract(name),
+                                 fs_address_in_folder(join->folder, name)};
     int64_t start = fs_now_ns();
     for (int pause_ms = 1;; pause_ms = pause_ms < POLL_MS ? pause_ms * 2 : POLL_MS) {
         for (int i = 0; i < 2 && job->data_fd < 0; i++) {

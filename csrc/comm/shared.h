@@ -250,7 +250,7 @@ struct fs_world {
     int64_t pause_at; /* when fs_world_pause asks it again */
     int64_t look_at;  /* when fs_world_look looks again */
 
-    /* Windows: two halves of a block of world memory for each rank, see collect.c. */
+    /* Windows: two halves of a block of world memory for each rank, see show.h. */
     fs_region *windows;
     size_t half_nbytes;
     uint64_t shown; /* halves used so far; the next is shown & 1 */
@@ -409,12 +409,5 @@ void fs_world_page_init(fs_world_page *page, int size);
  * elements. */
 void fs_reduce_pieces(fs_world *world, fs_dtype dtype, fs_reduce_op op, const void *const *src,
                       size_t n, void *out);
-
-// ---- collect.c ----------------------------------------------------------------------------------
-
-/* The half windows of a new world; collective. */
-FS_NODISCARD fs_status
-fs_windows_open(fs_world *world);
-void fs_windows_close(fs_world *world);
 
 #endif

@@ -1,6 +1,6 @@
 /* A world: some ranks of a job, with a gate. */
 #define _GNU_SOURCE
-#include "shared.h"
+#include "show.h"
 
 #include <string.h>
 
