@@ -2,12 +2,13 @@
 // flavours: neon
 /* The model over shards, without Python and without a BLAS library: every instruction set,
  * sharding and checkpointing give one loss and one model; training descends; the n-th failing
- * allocation is reported and harms nothing. */
+ * allocation is reported and harms nothing; rotary tables are exact far into a text. */
 #include "check.h"
 
 #include <math.h>
 #include <string.h>
 
+#include "model/parts.h"
 #include "models.h"
 #include "ranks.h"
 #include "shard/optim.h"
@@ -248,9 +249,32 @@ allocation_body(fs_world *world, void *ctx)
           "memory is charged after everything was closed");
 }
 
+// ---- rotary tables ------------------------------------------------------------------------------
+
+/* Against long double, far into a text: a table from frequencies in low precision is off by more
+ * than 1 there, from fp32 ones by 1e-4. */
+static void
+test_rotary_tables(void)
+{
+    enum { DIM = 64, PAIRS = DIM / 2, POSITIONS = 3001 };
+    static float cosines[POSITIONS * PAIRS], sines[POSITIONS * PAIRS];
+    fs_llama_config config = config_of(0);
+    config.head_dim = DIM;
+    fs_rope_fill(&config, POSITIONS, cosines, sines);
+    for (size_t i = 0; i < (size_t)POSITIONS * PAIRS; i++) {
+        long double frequency = powl(1e4L, -2.0L * (long double)(i % PAIRS) / DIM);
+        long double angle = (long double)(i / PAIRS) * frequency;
+        CHECK(fabsl((long double)cosines[i] - cosl(angle)) < 1e-7L &&
+                  fabsl((long double)sines[i] - sinl(angle)) < 1e-7L,
+              "position %zu, pair %zu: %.9g, %.9g", i / PAIRS, i % PAIRS, (double)cosines[i],
+              (double)sines[i]);
+    }
+}
+
 int
 main(void)
 {
+    test_rotary_tables();
     for (int model = 0; model < MODELS; model++) {
         test_ways(model);
     }

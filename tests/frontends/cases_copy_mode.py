@@ -158,6 +158,55 @@ def calls(world: fs.World) -> dict[str, float]:
     }
 
 
+def left_out(world: fs.World, gather: str) -> None:
+    """Outputs that are in no loss: one in one step, the other in the next, then both; and forwards
+    without gradients in between. Nothing stays gathered, and what is written meanwhile is seen."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x = torch.tanh(self.layers[0](x))
+            return self.layers[1](x), self.layers[2](x)
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return Two()
+
+    kinds: Any = {"gather": gather}
+    module, plain = build(), build()
+    ft.fully_shard(module, world=world, sharding=fs.Sharding(**kinds))
+    optimizer = ft.AdamW(module.parameters(), lr=0.1, eps=1e-2)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1, eps=1e-2)
+    x, other = torch.ones(2, 6), torch.full((1, 6), -3.0)
+    resting = _allocated(module)
+    assert gather == "view" or resting == 0
+    for turn in range(20):
+        for net, opt in ((module, optimizer), (plain, reference)):
+            outputs = net(x + turn)
+            with torch.no_grad():
+                net(other)
+            chosen = outputs if turn % 4 == 2 else outputs[turn % 2 : turn % 2 + 1]
+            if turn % 4 != 3:
+                sum(y.square().sum() for y in chosen).backward()
+            elif net is module:
+                assert "without a gradient" in _message(opt.step)
+                opt.zero_grad()
+                continue
+            opt.step()
+            opt.zero_grad()
+        assert _allocated(module) == resting
+        weights = ft.state_dict(module)
+        for name, p in plain.named_parameters():
+            assert (weights[name] - p).abs().max() < 1e-5, (turn, name)
+    module(x)  # gathered, and in no loss
+    ft.put(module.layers[2].weight, "weight", torch.zeros(6, 6))  # type: ignore[union-attr, index, arg-type]
+    bias = ft.state_dict(module)["layers.2.bias"]
+    assert torch.equal(module(x)[1], bias.expand(2, 6))
+
+
 def whole(world: fs.World, folder: str) -> None:
     """Whole weights in and out: read, written, loaded, saved, unsharded; fp32 masters follow."""
     build, batch_of, loss_of = MODELS["mlp"]

@@ -113,6 +113,13 @@ def initialised(world: fs.World) -> None:
     module(torch.zeros(1, 3)).sum().backward()
     assert optimizer.step().applied
 
+    for stage in (0, 1, 2):  # sizes are those of the module, not of what lies there yet
+        module = build()
+        ft.fully_shard(module, world=world, sharding=stage)
+        assert "materialize" in _message(lambda whole=module: whole(torch.zeros(1, 3)))
+        ft.materialize(module, ones)
+        assert torch.equal(ft.state_dict(module)["0.weight"], torch.full((5, 3), 2.0))
+
     torch.manual_seed(5 + world.rank)
     drawn = ft.materialize(ft.fully_shard(build(), world=world))
     values = ft.state_dict(drawn)

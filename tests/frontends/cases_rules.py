@@ -791,6 +791,35 @@ def fp16(world: fs.World) -> None:
     assert results[-1].grad_norm < 100.0  # unscaled
 
 
+def buffers(world: fs.World) -> None:
+    """Buffers are no weights: no policy casts them, and they are saved as they are."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.register_buffer("count", torch.tensor(16777217))  # no float32 is equal to it
+            self.register_buffer("mask", torch.tensor([True, False]))
+            self.register_buffer("far", torch.tensor(70000.0))  # an infinity as float16
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            assert self.far.dtype is torch.float32
+            return self.layer(x) * self.mask
+
+    for policy in ("fp16", "bf16"):
+        module = ft.fully_shard(Kept(), world=world, mp_policy=policy)
+        for _ in range(2):
+            module(torch.ones(1, 4))
+        file = io.BytesIO()
+        torch.save(ft.state_dict(module), file)
+        file.seek(0)
+        saved = torch.load(file)
+        assert saved["count"].dtype is torch.int64 and int(saved["count"]) == 16777219
+        assert saved["mask"].dtype is torch.bool and saved["mask"].tolist() == [True, False]
+        assert saved["far"].dtype is torch.float32 and float(saved["far"]) == 70000.0
+
+
 # ---- the module itself --------------------------------------------------------------------------
 
 

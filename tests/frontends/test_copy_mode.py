@@ -63,6 +63,11 @@ def test_unusual_calls(gang: Callable[[int], Gang]) -> None:
         assert max(differences.values()) < 1e-6, differences
 
 
+@pytest.mark.parametrize("gather", ["view", "copy"])
+def test_outputs_that_are_in_no_loss(gang: Callable[[int], Gang], gather: str) -> None:
+    gang(2).run("cases_copy_mode:left_out", gather=gather)
+
+
 def test_whole_weights(gang: Callable[[int], Gang], tmp_path: pathlib.Path) -> None:
     gang(2).run("cases_copy_mode:whole", folder=str(tmp_path))
 

@@ -136,6 +136,45 @@ def test_a_large_parameter_goes_in_pieces(cuda: object) -> None:
     )
 
 
+def test_an_overflow_on_one_of_four_ranks_skips_on_all(cuda: object) -> None:
+    """fp16, homes on the CPU: every rank skips and halves the scale, nothing moves, and the next
+    step has the bits of a run on the CPU."""
+    how = fs.MixedPrecision(
+        param="float16",
+        reduce="float16",
+        master="float32",
+        loss_scale=fs.LossScale(initial=1024.0, window=1),
+    )
+
+    def rank(world: fs.World, sharding: fs.Sharding) -> list[tuple[str, str]]:
+        shards = fs.shard(noise(0), world, sharding=sharding, precision=how)
+        opt = fs.AdamW(shards, lr=0.1)
+        seen = [(fs.weights_sha256(shards), fs.state_sha256(shards))]
+        for turn in range(12):
+            gradients = {n: np.asarray(v) * 1024 for n, v in noise(10 * turn + world.rank).items()}
+            overflows = turn % 2 == 0
+            if overflows and world.rank == 2:
+                gradients["b.w"][turn] = np.inf
+            for unit in reversed(shards.units):
+                unit.reduce({n: gradients[n] for n in unit.names})
+            result = opt.step(max_norm=1.0)
+            seen.append((fs.weights_sha256(shards), fs.state_sha256(shards)))
+            if overflows:
+                assert not result.applied and result.nonfinite == ("b.w", 2)
+                assert (result.loss_scale, opt.loss_scale) == (1024.0, 512.0)
+            else:
+                assert result.applied and opt.loss_scale == 1024.0
+            assert (seen[-1] == seen[-2]) == overflows
+        world.barrier()
+        shards.close()
+        return seen
+
+    want = fs.local_world(4).run(rank, fs.Sharding(3))
+    device = fs.local_world(4, device="cuda")
+    for names in ((), ("grads",), CLASSES):
+        assert device.run(rank, fs.Sharding(3, offload=homes(*names))) == want, names
+
+
 def test_the_plan_needs_no_device() -> None:
     sharding = fs.Sharding(3, gather="copy", offload=homes("state", "grads"))
     words = {"world_size": 2, "sharding": sharding, "precision": "bf16"}
