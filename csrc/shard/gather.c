@@ -150,7 +150,14 @@ say_gather(fs_shards *shards, int unit)
 
 // ---- the pool -----------------------------------------------------------------------------------
 
-/* The buffer for unit u, -1: none. What was gathered ahead is given up only if it must be. */
+static bool
+is_valid(const fs_shards *shards, const fs_pool_buffer *buffer, int u)
+{
+    return buffer->unit == u && buffer->epoch == shards->weights_epoch;
+}
+
+/* The buffer for unit u, -1: none. What was gathered ahead is given up only if it must be. Nothing
+ * that happened before weights moved matters: ranks that only followed then choose alike again. */
 static int
 choose_buffer(const fs_shards *shards, int u, bool must)
 {
@@ -158,8 +165,8 @@ choose_buffer(const fs_shards *shards, int u, bool must)
     int empty = -1, ahead = -1;
     for (int b = unit->pool_first; b < unit->pool_end; b++) {
         const fs_pool_buffer *buffer = &shards->pool[b];
-        if (buffer->unit == u) {
-            return b; /* perhaps still valid */
+        if (is_valid(shards, buffer, u)) {
+            return b;
         }
         if (buffer->unit >= 0 && shards->units[buffer->unit].pool == b) {
             continue;
@@ -171,12 +178,6 @@ choose_buffer(const fs_shards *shards, int u, bool must)
         }
     }
     return empty >= 0 || !must ? empty : ahead;
-}
-
-static bool
-is_valid(const fs_shards *shards, const fs_pool_buffer *buffer, int u)
-{
-    return buffer->unit == u && buffer->epoch == shards->weights_epoch;
 }
 
 /* Fills a buffer, on a device in its turn of the gather stream. */

@@ -488,9 +488,8 @@ fs_grad_give_up_round(fs_shards *shards)
     }
 }
 
-/* A device's exchanges are collectives: a rank that brings fewer contributions takes part in the
- * rest with nothing, so that its peers' devices get on; likewise in the gathers of a batch that
- * failed here. */
+/* A device's exchanges and gathers are collectives: a rank that brings fewer micro-batches, or
+ * whose batch failed, takes part in the rest with nothing, so that its peers' devices get on. */
 static fs_status
 follow_peers(fs_shards *shards)
 {
@@ -503,9 +502,7 @@ follow_peers(fs_shards *shards)
             found = false;
             /* Published first: a gather before it is seen then, and both go in the peer's order. */
             uint64_t pub = atomic_load_explicit(&counters->pub, memory_order_acquire);
-            if (shards->skips) {
-                FS_TRY(fs_gather_follow(shards, r, &found));
-            }
+            FS_TRY(fs_gather_follow(shards, r, &found));
             if (!found && pub > shards->red) {
                 FS_TRY(fs_exchange(shards, shards->red, false));
                 found = true;

@@ -49,24 +49,33 @@ meet_settled(fs_shards *shards, bool skips)
 }
 
 /* Have all ranks put the same gathers into their queues? Else some device waits for one for ever. A
- * rank whose batch failed has followed the others by now. */
+ * rank whose batch failed, or that brought fewer micro-batches, has followed the others by now, but
+ * perhaps after it said its words. */
 static fs_status
 check_gathers(fs_shards *shards)
 {
-    for (int r = 1; r < shards->size && !shards->skipping; r++) {
-        const uint64_t *first = shards->records[0].u, *other = shards->records[r].u;
-        if (first[SETTLE_GATHERS] == other[SETTLE_GATHERS] &&
-            first[SETTLE_GATHERED] == other[SETTLE_GATHERED]) {
-            continue;
-        }
-        fs_status st = FS_FAIL(FS_EINVAL,
-                               "rank 0 made %llu gathers and rank %d %llu, or of other units: all "
-                               "ranks gather the same units in the same order",
-                               (unsigned long long)first[SETTLE_GATHERS], r,
-                               (unsigned long long)other[SETTLE_GATHERS]);
-        return fs_world_fail(shards->world, FS_CAUSE_MISMATCH, st);
+    uint64_t first = shards->records[0].u[SETTLE_GATHERS], other = first;
+    uint64_t hash = shards->records[0].u[SETTLE_GATHERED];
+    int differs = -1;
+    if (shards->uneven) {
+        first = shards->streams->gathers_n;
     }
-    return FS_OK;
+    for (int r = 0; r < shards->size && differs < 0 && !shards->skipping; r++) {
+        other = shards->records[r].u[SETTLE_GATHERS];
+        if (other > first || (!shards->uneven && (other < first ||
+                                                  shards->records[r].u[SETTLE_GATHERED] != hash))) {
+            differs = r;
+        }
+    }
+    if (differs < 0) {
+        return FS_OK;
+    }
+    fs_status st = FS_FAIL(FS_EINVAL,
+                           "rank %d made %llu gathers and rank %d %llu, or of other units: all "
+                           "ranks gather the same units in the same order",
+                           shards->uneven ? shards->rank : 0, (unsigned long long)first, differs,
+                           (unsigned long long)other);
+    return fs_world_fail(shards->world, FS_CAUSE_MISMATCH, st);
 }
 
 fs_status
@@ -88,15 +97,17 @@ fs_settle(fs_shards *shards, bool skips)
                           memory_order_release);
     fs_bell(shards->world);
     FS_TRY(meet_settled(shards, skips));
-    uint64_t most = 0;
+    uint64_t most = 0, least = UINT64_MAX;
     shards->skipping = false;
     for (int r = 0; r < shards->size; r++) {
         uint64_t rounds = shards->records[r].u[SETTLE_ROUNDS];
         shards->skipping = shards->skipping || shards->records[r].u[SETTLE_SKIPS] != 0;
         most = rounds > most ? rounds : most;
+        least = rounds < least ? rounds : least;
         shards->fins[r] = shards->base + rounds * order_n;
     }
     shards->fins_known = true;
+    shards->uneven = least < most;
     FS_TRY(fs_drain(shards));
     if (shards->streams != NULL) {
         while (shards->red < shards->base + most * order_n) { /* nobody has brought the rest */

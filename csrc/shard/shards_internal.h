@@ -110,6 +110,7 @@ struct fs_shards {
     bool skips;    /* its batch failed */
     bool settled, agreed;
     bool skipping; /* settled, and some rank asked for a skip */
+    bool uneven;   /* settled, and not all ranks brought as many micro-batches */
     double agreed_max_norm;
     fs_grad_norm agreed_norm;
     fs_verdict verdict;
@@ -207,8 +208,8 @@ size_t fs_bring_n(const fs_shards *shards, size_t n);
 /* A device's: what this rank's compute stream is given from now on may write weights. */
 void fs_gather_let_write(fs_shards *shards);
 
-/* A device's, of a rank whose batch failed: takes part in the next gather that peer has made, if
- * that is what peer did next. */
+/* A device's, of a rank that brings nothing more in this step: takes part in the next gather that
+ * peer has made, if that is what peer did next. */
 FS_NODISCARD fs_status
 fs_gather_follow(fs_shards *shards, int peer, bool *out_found);
 
@@ -244,7 +245,7 @@ FS_NODISCARD fs_status
 fs_exchange_settle(fs_shards *shards);
 
 /* Sums what every rank has published; never waits. The idle hook of the world. On a device: takes
- * part in what peers publish after this rank's last round. */
+ * part in what peers gather and publish after this rank's last round. */
 FS_NODISCARD fs_status
 fs_drain(void *shards);
 

@@ -202,8 +202,8 @@ fs_step_agree(fs_shards *shards, double max_norm, fs_grad_norm norm, bool local_
     FS_TRY(fs_settle(shards, local_skip));
     fs_payload record = make_record(shards, local_skip);
     fs_what what = {.op = FS_OP_AGREE, .dtype = -1, .root = -1};
-    /* A rank whose batch failed gathered less than the others. */
-    what.tag = shards->skipping ? 0 : shards->gather_hash;
+    /* A rank whose batch failed, or with fewer micro-batches, gathered less than the others. */
+    what.tag = shards->skipping || shards->uneven ? 0 : shards->gather_hash;
     uint64_t scale_bits;
     memcpy(&what.nbytes, &max_norm, sizeof what.nbytes);
     double factor = fs_shards_gradient_factor(shards);

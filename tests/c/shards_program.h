@@ -40,7 +40,8 @@ typedef struct program {
     fs_rule rule;
     int steps, rounds;
     bool brief;    /* weights alone are looked at in the end */
-    bool uneven;   /* ranks bring other numbers of micro-batches, and do not read weights */
+    bool uneven;   /* ranks bring other numbers of micro-batches */
+    bool reads;    /* uneven ranks read weights all the same */
     bool shuffled; /* units come in another order on each rank */
     double max_norm;
     int bad_step;  /* the last rank brings a NaN; -1: never */
@@ -310,7 +311,7 @@ bring_all(rank_args *args, int step, bool fails)
 {
     int rounds = args->p->uneven ? (args->rank + step) % 3 : args->p->rounds;
     for (int round = 0; round < (fails ? 1 : rounds); round++) {
-        FS_TRY(args->p->uneven ? run_uneven_round(args, step, round)
+        FS_TRY(args->p->uneven && !args->p->reads ? run_uneven_round(args, step, round)
                                : run_round(args, step, round, fails));
     }
     return FS_OK;

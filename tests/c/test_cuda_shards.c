@@ -82,6 +82,25 @@ prefetching(int size)
                      .rule = FS_RULE_ADAMW, .steps = 2, .rounds = 1, .brief = true, .bad_step = -1};
 }
 
+/* Ranks that bring other numbers of micro-batches, none among them, through a pool: who is done
+ * takes part in what the others still gather. */
+static void
+test_uneven_ranks_through_the_pool(void)
+{
+    for (int i = 0; i < 12; i += ONE_CASE_IN == 1 ? 1 : 5) {
+        program p = {.name = "uneven, pool", .size = 2 + i % 3, .uneven = true, .reads = true,
+                     .policy = {1, i % 4 == 3, FS_WEIGHTS_SHARD, i % 3 == 2 ? 0 : 2 + i % 2, bf16,
+                                {0}, false},
+                     .rule = FS_RULE_ADAMW, .steps = 3, .bad_step = -1};
+        outcome want = on_cpu(&p);
+        outcome got = on_device(&p, (uint64_t)i, i % 2 ? FS_SIM_SHUFFLED : FS_SIM_LATE);
+        check_same(&p, &got, &want);
+        for (int s = 0; s < p.steps; s++) {
+            CHECK(want.verdicts[s].applied, "step %d of size %d", s, p.size);
+        }
+    }
+}
+
 /* The engine's own sum, in another order than that of ranks: the same bits where sums are exact, as
  * those of this program's gradients are while it does not read weights; and what is not finite has
  * the name of its parameter and of the rank that brought it. */
@@ -306,6 +325,7 @@ main(void)
     runtime.memory_open = memory_open_but_one;
     test_same_bits();
     test_schedules();
+    test_uneven_ranks_through_the_pool();
     test_ring();
     test_edits();
     test_skipped_batches();

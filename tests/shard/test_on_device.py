@@ -57,6 +57,35 @@ def test_the_bits_of_the_cpu(size: int, stage: int, precision: str) -> None:
     assert here == there
 
 
+def uneven(world: fs.World, gather: str) -> str:
+    """Steps in which rank r brings (r + step) % 3 micro-batches, and reads weights in each."""
+    shards = fs.shard(make(1), world, sharding=fs.Sharding(stage=3, gather=gather))
+    optimizer = fs.AdamW(shards, lr=1e-2)
+    for step in range(3):
+        for micro in range((world.rank + step) % 3):
+            grads = make(100 * step + 10 * micro + world.rank)
+            for unit in [*shards.units, *reversed(shards.units)]:
+                with unit.gathered() as weights:
+                    assert set(weights) == set(unit.names)
+            for unit in reversed(shards.units):
+                with unit.gathered():
+                    unit.reduce({name: grads[name] for name in unit.names}, count=3 + world.rank)
+        assert optimizer.step().count == sum(
+            (3 + rank) * ((rank + step) % 3) for rank in range(world.size)
+        )
+    return fs.state_sha256(shards)
+
+
+def test_ranks_with_other_numbers_of_micro_batches() -> None:
+    """Whatever is gathered how: what a rank does not bring is absent."""
+    seen = {
+        sha
+        for device, gather in (("cpu", "view"), ("cpu", "copy"), ("cuda", "copy"))
+        for sha in fs.local_world(3, device=device).run(uneven, gather)
+    }
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize(
     ("size", "stage", "precision"), [(1, 3, "bf16"), (3, 3, "fp32"), (2, 1, "fp16")]
 )
