@@ -22,6 +22,7 @@ int fs_py_add_kernels(PyObject *module); /* py_kernels.c: device table, for test
 int fs_py_add_device(PyObject *module);  /* py_device.c: the library of a device */
 int fs_py_add_device_array(PyObject *module); /* py_device_array.c: memory of a device */
 int fs_py_add_world(PyObject *module);   /* py_world.c: Job, World, collectives */
+int fs_py_add_hooks(PyObject *module);   /* py_hooks.c: faults on purpose, for tests */
 int fs_py_add_shards(PyObject *module);  /* py_shards.c: Shards, step */
 int fs_py_add_norms(PyObject *module);   /* py_norms.c: gradients by parameter */
 int fs_py_add_llama(PyObject *module);   /* py_llama.c */
@@ -30,6 +31,13 @@ int fs_py_add_io(PyObject *module);      /* py_io.c: checksums, safetensors */
 int fs_py_add_catalog(PyObject *module); /* py_catalog.c: what a folder of pieces holds */
 int fs_py_add_checkpoint(PyObject *module); /* py_checkpoint.c: read, save, commit */
 int fs_py_add_export(PyObject *module); /* py_export.c: whole tensors */
+
+/* A function that takes keywords, or its arguments as an array, in a table of methods. */
+#define FS_METHOD(function) ((PyCFunction)(void (*)(void))(function))
+
+/* Puts tables of methods, each ended by a NULL name, end to end into out, which is of room entries;
+ * parts ends with NULL. -1 with an exception where they do not fit. */
+int fs_py_join_methods(const PyMethodDef *const *parts, PyMethodDef *out, size_t room);
 
 /* The one place that turns a status into an exception: sets it and returns NULL. world may be NULL;
  * it is where FS_ABORTED finds its cause and report. */

@@ -1,7 +1,28 @@
 /* flatshard._core: the module object. Types and functions live in the other files of this
  * folder. */
 #include "binding.h"
+
+#include <string.h>
+
 #include "py_closing.h"
+
+int
+fs_py_join_methods(const PyMethodDef *const *parts, PyMethodDef *out, size_t room)
+{
+    size_t n = 0;
+    for (; *parts != NULL; parts++) {
+        for (const PyMethodDef *method = *parts; method->ml_name != NULL; method++) {
+            if (n + 1 >= room) {
+                PyErr_Format(PyExc_SystemError, "no room for method %s behind %zu others",
+                             method->ml_name, n);
+                return -1;
+            }
+            out[n++] = *method;
+        }
+    }
+    memset(&out[n], 0, sizeof out[n]);
+    return 0;
+}
 
 static int
 add_all(PyObject *module)
@@ -19,6 +40,7 @@ add_all(PyObject *module)
         fs_py_add_model_ops,
         fs_py_add_llama,
         fs_py_add_world,
+        fs_py_add_hooks,
         fs_py_add_device,
         fs_py_add_device_array,
         fs_py_add_closing,

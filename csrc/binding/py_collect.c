@@ -417,22 +417,20 @@ symmetric(PyObject *self, PyObject *const *args, Py_ssize_t n)
     return fs_array_view(dtype, dims_n, dims, block, true, capsule);
 }
 
-#define FAST(function) ((PyCFunction)(void (*)(void))(function))
-
 const PyMethodDef fs_py_collect_methods[] = {
     {"barrier", barrier, METH_NOARGS, "barrier($self, /)\n--\n\nWaits until every rank has come."},
-    {"all_reduce", FAST(all_reduce), METH_FASTCALL,
+    {"all_reduce", FS_METHOD(all_reduce), METH_FASTCALL,
      "all_reduce($self, x, op, out, /)\n--\n\nReduction of x over ranks, on every rank."},
-    {"all_gather", FAST(all_gather), METH_FASTCALL,
+    {"all_gather", FS_METHOD(all_gather), METH_FASTCALL,
      "all_gather($self, x, counts, out, /)\n--\n\nRows of every rank, in rank order."},
-    {"reduce_scatter", FAST(reduce_scatter), METH_FASTCALL,
+    {"reduce_scatter", FS_METHOD(reduce_scatter), METH_FASTCALL,
      "reduce_scatter($self, x, op, counts, out, /)\n--\n\nThis rank's rows of the reduction."},
-    {"broadcast", FAST(broadcast), METH_FASTCALL,
+    {"broadcast", FS_METHOD(broadcast), METH_FASTCALL,
      "broadcast($self, x, root, out, /)\n--\n\nThe root's x, on every rank."},
-    {"all_to_all", FAST(all_to_all), METH_FASTCALL,
+    {"all_to_all", FS_METHOD(all_to_all), METH_FASTCALL,
      "all_to_all($self, x, out, /)\n--\n\nBlock r of x goes to rank r; block r of the result came "
      "from it."},
-    {"symmetric", FAST(symmetric), METH_FASTCALL,
+    {"symmetric", FS_METHOD(symmetric), METH_FASTCALL,
      "symmetric($self, shape, dtype, name, /)\n--\n\nA zeroed array in world memory; collective."},
     {NULL, NULL, 0, NULL},
 };

@@ -241,10 +241,8 @@ job_files(PyObject *object, void *Py_UNUSED(closure))
 
 // ---- type ---------------------------------------------------------------------------------------
 
-#define KEYWORDS(function) ((PyCFunction)(void (*)(void))(function))
-
 static PyMethodDef job_methods[] = {
-    {"world", KEYWORDS(fs_py_job_world), METH_VARARGS | METH_KEYWORDS,
+    {"world", FS_METHOD(fs_py_job_world), METH_VARARGS | METH_KEYWORDS,
      "world($self, /, rank, ranks, timeout, report_after, threads, device=None, ordinal=0)\n--\n\n"
      "This rank's world of the whole job; collective. threads 0: this rank's share of ranks."},
     {"leave", job_leave, METH_VARARGS,
@@ -298,7 +296,7 @@ static PyMethodDef functions[] = {
      "job_threads($module, n, /)\n--\n\nA job whose n ranks are threads of this process."},
     {"job_create", job_create, METH_O,
      "job_create($module, size, /)\n--\n\nThe state of a job of processes, for a launcher."},
-    {"job_join", KEYWORDS(job_join), METH_VARARGS | METH_KEYWORDS,
+    {"job_join", FS_METHOD(job_join), METH_VARARGS | METH_KEYWORDS,
      "job_join($module, /, rank, size, name, parent, folder, data_fd, lock_fd, timeout)\n--\n\n"
      "Joins a job of processes of this host."},
     {NULL, NULL, 0, NULL},

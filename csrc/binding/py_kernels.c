@@ -1,28 +1,11 @@
 /* Kernels: the operations of the device table on arrays, for a chosen instruction set and number of
  * threads. For tests and benchmarks; training calls the table from C. */
-#include "binding.h"
+#include "py_kernels.h"
 
 #include <string.h>
 
-#include "../base/cpu.h"
 #include "../base/threads.h"
 #include "../device/cpu_ops.h"
-#include "../device/device.h"
-
-typedef struct kernels_object {
-    PyObject_HEAD
-    fs_exec exec;
-} kernels_object;
-
-/* Releases the GIL around one operation of the table. */
-#define FS_OPERATE(statement)             \
-    do {                                  \
-        Py_BEGIN_ALLOW_THREADS            \
-        fs_fp_state fp_ = fs_fp_enter();  \
-        statement;                        \
-        fs_fp_leave(fp_);                 \
-        Py_END_ALLOW_THREADS              \
-    } while (0)
 
 static fs_status
 isa_parse(const char *name, fs_isa *out)
@@ -46,7 +29,7 @@ kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|z$n:Kernels", names, &isa_name, &threads)) {
         return NULL;
     }
-    kernels_object *self = (kernels_object *)type->tp_alloc(type, 0);
+    fs_py_kernels *self = (fs_py_kernels *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
@@ -67,7 +50,7 @@ kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void
 kernels_dealloc(PyObject *object)
 {
-    kernels_object *self = (kernels_object *)object;
+    fs_py_kernels *self = (fs_py_kernels *)object;
     PyTypeObject *type = Py_TYPE(object);
     fs_pool *pool = self->exec.pool;
     if (pool != NULL) {
@@ -86,35 +69,36 @@ fs_py_kernels_exec(PyObject *object)
         (void)PyErr_Format(PyExc_TypeError, "Kernels expected, not %s", Py_TYPE(object)->tp_name);
         return NULL;
     }
-    return &((kernels_object *)object)->exec;
+    return &((fs_py_kernels *)object)->exec;
 }
 
-/* Takes an array, or leaves out zeroed for None. */
-static int
-take_optional(PyObject *object, const char *arg, bool writeable, fs_buffer *out)
+// ---- what operations share ----------------------------------------------------------------------
+
+int
+fs_py_take_optional(PyObject *object, const char *arg, bool writeable, fs_buffer *out)
 {
     memset(out, 0, sizeof *out);
     return object == NULL || object == Py_None ? 0 : fs_buffer_take(object, arg, writeable, out);
 }
 
-static void
-drop_optional(fs_buffer *buffer)
+void
+fs_py_drop_optional(fs_buffer *buffer)
 {
     if (buffer->array != NULL) {
         fs_buffer_drop(buffer);
     }
 }
 
-static fs_status
-same_length(const fs_buffer *a, const fs_buffer *b, const char *name)
+fs_status
+fs_py_same_length(const fs_buffer *a, const fs_buffer *b, const char *name)
 {
     return b->array == NULL || a->n == b->n
                ? FS_OK
                : FS_FAIL(FS_EINVAL, "%s has %zu elements, not %zu", name, b->n, a->n);
 }
 
-static fs_status
-float_dtype(const fs_buffer *buffer, const char *name)
+fs_status
+fs_py_float_dtype(const fs_buffer *buffer, const char *name)
 {
     return buffer->array == NULL || fs_dtype_is_float(buffer->dtype)
                ? FS_OK
@@ -152,14 +136,14 @@ finish_pair(fs_status st, fs_buffer *dst, fs_buffer *src)
 static PyObject *
 kernels_copy(PyObject *object, PyObject *args)
 {
-    const fs_exec *exec = &((kernels_object *)object)->exec;
+    const fs_exec *exec = &((fs_py_kernels *)object)->exec;
     PyObject *first, *second;
     fs_buffer dst, src;
     if (!PyArg_ParseTuple(args, "OO:copy", &first, &second) ||
         take_pair(first, second, &dst, &src) < 0) {
         return NULL;
     }
-    fs_status st = same_length(&dst, &src, "src");
+    fs_status st = fs_py_same_length(&dst, &src, "src");
     if (st == FS_OK && dst.dtype != src.dtype) {
         st = FS_FAIL(FS_ETYPE, "dst is %s, src %s", fs_dtype_name(dst.dtype),
                      fs_dtype_name(src.dtype));
@@ -174,19 +158,19 @@ kernels_copy(PyObject *object, PyObject *args)
 static PyObject *
 kernels_convert(PyObject *object, PyObject *args)
 {
-    const fs_exec *exec = &((kernels_object *)object)->exec;
+    const fs_exec *exec = &((fs_py_kernels *)object)->exec;
     PyObject *first, *second;
     fs_buffer dst, src;
     if (!PyArg_ParseTuple(args, "OO:convert", &first, &second) ||
         take_pair(first, second, &dst, &src) < 0) {
         return NULL;
     }
-    fs_status st = same_length(&dst, &src, "src");
+    fs_status st = fs_py_same_length(&dst, &src, "src");
     if (st == FS_OK) {
-        st = float_dtype(&dst, "dst");
+        st = fs_py_float_dtype(&dst, "dst");
     }
     if (st == FS_OK) {
-        st = float_dtype(&src, "src");
+        st = fs_py_float_dtype(&src, "src");
     }
     if (st == FS_OK) {
         FS_OPERATE(exec->device->convert(exec, dst.data, dst.dtype, src.data, src.dtype, dst.n));
@@ -197,7 +181,7 @@ kernels_convert(PyObject *object, PyObject *args)
 static PyObject *
 kernels_combine(PyObject *object, PyObject *args)
 {
-    const fs_exec *exec = &((kernels_object *)object)->exec;
+    const fs_exec *exec = &((fs_py_kernels *)object)->exec;
     static const char *const names[] = {[FS_SUM] = "sum", [FS_MEAN] = "", [FS_MAX] = "max",
                                         [FS_MIN] = "min"};
     PyObject *first, *second;
@@ -211,7 +195,7 @@ kernels_combine(PyObject *object, PyObject *args)
     while (op >= 0 && strcmp(name, names[op]) != 0) {
         op--;
     }
-    fs_status st = same_length(&dst, &src, "src");
+    fs_status st = fs_py_same_length(&dst, &src, "src");
     if (st == FS_OK && (op < 0 || name[0] == '\0')) {
         st = FS_FAIL(FS_EINVAL, "op is '%s', not sum, max or min", name);
     } else if (st == FS_OK && dst.dtype != src.dtype) {
@@ -229,13 +213,13 @@ kernels_combine(PyObject *object, PyObject *args)
 static PyObject *
 kernels_sumsq(PyObject *object, PyObject *argument)
 {
-    const fs_exec *exec = &((kernels_object *)object)->exec;
+    const fs_exec *exec = &((fs_py_kernels *)object)->exec;
     fs_buffer x;
     fs_sums found = {0};
     if (fs_buffer_take(argument, "x", false, &x) < 0) {
         return NULL;
     }
-    fs_status st = float_dtype(&x, "x");
+    fs_status st = fs_py_float_dtype(&x, "x");
     if (st == FS_OK) {
         FS_OPERATE(exec->device->sumsq(exec, x.data, x.dtype, x.n, &found));
     }
@@ -246,7 +230,7 @@ kernels_sumsq(PyObject *object, PyObject *argument)
 static PyObject *
 kernels_find_nonfinite(PyObject *object, PyObject *argument)
 {
-    const fs_exec *exec = &((kernels_object *)object)->exec;
+    const fs_exec *exec = &((fs_py_kernels *)object)->exec;
     fs_buffer x;
     uint64_t index = 0;
     if (fs_buffer_take(argument, "x", false, &x) < 0) {
@@ -255,233 +239,6 @@ kernels_find_nonfinite(PyObject *object, PyObject *argument)
     FS_OPERATE(exec->device->find_nonfinite(exec, x.data, x.dtype, x.n, &index));
     fs_buffer_drop(&x);
     return PyLong_FromUnsignedLongLong(index);
-}
-
-// ---- sum over ranks -----------------------------------------------------------------------------
-
-#define FS_SOURCES_MAX 64
-
-static PyObject *
-kernels_sum(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"acc", "sources", "accumulate", NULL};
-    const fs_exec *exec = &((kernels_object *)object)->exec;
-    PyObject *acc_object, *sources, *result = NULL;
-    int accumulate = 0;
-    fs_buffer acc, src[FS_SOURCES_MAX];
-    const void *data[FS_SOURCES_MAX];
-    Py_ssize_t taken = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$p:sum", names, &acc_object, &sources,
-                                     &accumulate)) {
-        return NULL;
-    }
-    PyObject *list = PySequence_Fast(sources, "sources must be a sequence of arrays and None");
-    if (list == NULL) {
-        return NULL;
-    }
-    Py_ssize_t src_n = PySequence_Fast_GET_SIZE(list);
-    if (fs_buffer_take(acc_object, "acc", true, &acc) < 0) {
-        Py_DECREF(list);
-        return NULL;
-    }
-    fs_sums found = {.bad_source = -1};
-    fs_sum sum = {.src = data, .src_n = (size_t)src_n, .src_dtype = acc.dtype, .acc = acc.data,
-                  .acc_dtype = acc.dtype, .accumulate = accumulate != 0, .n = acc.n,
-                  .found = &found};
-    fs_status st = float_dtype(&acc, "acc");
-    bool first = true;
-    if (st == FS_OK && src_n > FS_SOURCES_MAX) {
-        st = FS_FAIL(FS_EINVAL, "at most %d sources, not %zd", FS_SOURCES_MAX, src_n);
-    }
-    for (; st == FS_OK && taken < src_n; taken++) {
-        PyObject *item = PySequence_Fast_GET_ITEM(list, taken);
-        if (take_optional(item, "sources", false, &src[taken]) < 0) {
-            goto done;
-        }
-        data[taken] = src[taken].data;
-        if (src[taken].array == NULL) {
-            continue;
-        }
-        sum.src_dtype = first ? src[taken].dtype : sum.src_dtype;
-        first = false;
-        st = same_length(&acc, &src[taken], "a source");
-        if (st == FS_OK) {
-            st = float_dtype(&src[taken], "a source");
-        }
-        if (st == FS_OK && src[taken].dtype != sum.src_dtype) {
-            st = FS_FAIL(FS_ETYPE, "sources are of several dtypes");
-        }
-    }
-    if (st == FS_OK) {
-        FS_OPERATE(exec->device->sum(exec, &sum));
-        result = Py_BuildValue("(dNd)", found.sumsq, PyBool_FromLong(found.finite != 0),
-                               found.absmax);
-    } else {
-        (void)fs_raise(st, NULL);
-    }
-done:
-    while (taken-- > 0) {
-        drop_optional(&src[taken]);
-    }
-    fs_buffer_drop(&acc);
-    Py_DECREF(list);
-    return result;
-}
-
-// ---- update -------------------------------------------------------------------------------------
-
-enum {
-    UPDATE_GRAD,
-    UPDATE_WEIGHT,
-    UPDATE_MASTER,
-    UPDATE_READ,
-    UPDATE_M1,
-    UPDATE_M2,
-    UPDATE_M3,
-    UPDATE_ARRAYS
-};
-
-static const char *const update_arrays[UPDATE_ARRAYS] = {
-    "grad", "weight", "master", "weight_read", "moment1", "moment2", "moment3",
-};
-
-static fs_status
-rule_parse(const char *name, fs_rule *out)
-{
-    static const char *const names[FS_RULE_COUNT] = {
-        [FS_RULE_SGD] = "sgd", [FS_RULE_ADAM] = "adam", [FS_RULE_ADAMW] = "adamw",
-        [FS_RULE_LION] = "lion", [FS_RULE_ADAGRAD] = "adagrad",
-    };
-    for (int rule = 0; rule < FS_RULE_COUNT; rule++) {
-        if (strcmp(name, names[rule]) == 0) {
-            *out = (fs_rule)rule;
-            return FS_OK;
-        }
-    }
-    return FS_FAIL(FS_EINVAL, "rule is '%s', not sgd, adam, adamw, lion or adagrad", name);
-}
-
-/* Are these arrays ones that the operation takes together? */
-static fs_status
-update_check(fs_rule rule, const fs_buffer *arrays)
-{
-    for (int i = 0; i < UPDATE_ARRAYS; i++) {
-        FS_TRY(same_length(&arrays[UPDATE_GRAD], &arrays[i], update_arrays[i]));
-        FS_TRY(float_dtype(&arrays[i], update_arrays[i]));
-    }
-    const fs_buffer *m1 = &arrays[UPDATE_M1], *m2 = &arrays[UPDATE_M2], *m3 = &arrays[UPDATE_M3];
-    bool adam = rule == FS_RULE_ADAM || rule == FS_RULE_ADAMW;
-    if (adam && (m1->array == NULL || m2->array == NULL)) {
-        return FS_FAIL(FS_EINVAL, "adam and adamw need moment1 and moment2");
-    }
-    if ((rule == FS_RULE_LION || rule == FS_RULE_ADAGRAD) && m1->array == NULL) {
-        return FS_FAIL(FS_EINVAL, "lion and adagrad need moment1");
-    }
-    if (!adam && (m2->array != NULL || m3->array != NULL)) {
-        return FS_FAIL(FS_EINVAL, "moment2 and moment3 are for adam and adamw");
-    }
-    for (int i = UPDATE_M2; i <= UPDATE_M3; i++) {
-        if (m1->array != NULL && arrays[i].array != NULL && m1->dtype != arrays[i].dtype) {
-            return FS_FAIL(FS_ETYPE, "moment1 is %s, %s %s", fs_dtype_name(m1->dtype),
-                           update_arrays[i], fs_dtype_name(arrays[i].dtype));
-        }
-    }
-    if (arrays[UPDATE_MASTER].array != NULL && arrays[UPDATE_MASTER].dtype != FS_F32) {
-        return FS_FAIL(FS_ETYPE, "master is %s, not float32",
-                       fs_dtype_name(arrays[UPDATE_MASTER].dtype));
-    }
-    if (arrays[UPDATE_MASTER].array == NULL && arrays[UPDATE_WEIGHT].array == NULL &&
-        arrays[UPDATE_READ].array == NULL) {
-        return FS_FAIL(FS_EINVAL, "one of master, weight and weight_read must be given");
-    }
-    return FS_OK;
-}
-
-static PyObject *
-kernels_update(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"rule",
-                            "grad",
-                            "weight",
-                            "master",
-                            "weight_read",
-                            "moment1",
-                            "moment2",
-                            "moment3",
-                            "grad_scale",
-                            "lr",
-                            "decay",
-                            "beta1",
-                            "beta2",
-                            "one_minus_beta1",
-                            "one_minus_beta2",
-                            "eps",
-                            "step_size",
-                            "inv_sqrt_bc2",
-                            "nesterov",
-                            "first",
-                            "stochastic",
-                            "random_key",
-                            "at",
-                            NULL};
-    const fs_exec *exec = &((kernels_object *)object)->exec;
-    PyObject *objects[UPDATE_ARRAYS] = {NULL};
-    fs_buffer arrays[UPDATE_ARRAYS];
-    const char *rule_name;
-    int nesterov = 0, first = 0, stochastic = 0, taken = 0;
-    unsigned long long random_key = 0, at = 0;
-    fs_update u = {.grad_scale = 1.0f};
-    fs_hyper *h = &u.hyper;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "sO|$OOOOOOffffffffffpppKK:update", names, &rule_name,
-            &objects[UPDATE_GRAD], &objects[UPDATE_WEIGHT], &objects[UPDATE_MASTER],
-            &objects[UPDATE_READ], &objects[UPDATE_M1], &objects[UPDATE_M2], &objects[UPDATE_M3],
-            &u.grad_scale, &h->lr, &h->decay, &h->beta1, &h->beta2, &h->one_minus_beta1,
-            &h->one_minus_beta2, &h->eps, &h->step_size, &h->inv_sqrt_bc2, &nesterov, &first,
-            &stochastic, &random_key, &at)) {
-        return NULL;
-    }
-    h->nesterov = nesterov != 0;
-    h->first = first != 0;
-    h->random_key = random_key;
-    u.stochastic = stochastic != 0;
-    u.first = at;
-    fs_status st = rule_parse(rule_name, &h->rule);
-    for (; st == FS_OK && taken < UPDATE_ARRAYS; taken++) {
-        bool writeable = taken != UPDATE_GRAD && taken != UPDATE_READ;
-        if (take_optional(objects[taken], update_arrays[taken], writeable, &arrays[taken]) < 0) {
-            goto done;
-        }
-    }
-    if (st == FS_OK) {
-        st = update_check(h->rule, arrays);
-    }
-    if (st == FS_OK) {
-        const fs_buffer *weight = &arrays[UPDATE_WEIGHT], *read = &arrays[UPDATE_READ];
-        const fs_buffer *moment = &arrays[UPDATE_M1];
-        u.grad = arrays[UPDATE_GRAD].data;
-        u.grad_dtype = arrays[UPDATE_GRAD].dtype;
-        u.master = arrays[UPDATE_MASTER].data;
-        u.weight = weight->data;
-        u.weight_read = read->data;
-        u.weight_dtype = weight->array != NULL ? weight->dtype : read->dtype;
-        u.moment1 = moment->data;
-        u.moment2 = arrays[UPDATE_M2].data;
-        u.moment3 = arrays[UPDATE_M3].data;
-        u.moment_dtype = moment->array != NULL ? moment->dtype : FS_F32;
-        u.n = arrays[UPDATE_GRAD].n;
-        FS_OPERATE(exec->device->update(exec, &u));
-    } else {
-        (void)fs_raise(st, NULL);
-    }
-done:
-    while (taken-- > 0) {
-        drop_optional(&arrays[taken]);
-    }
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
 }
 
 // ---- gemm ---------------------------------------------------------------------------------------
@@ -499,7 +256,7 @@ kernels_gemm(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"c", "a", "b", "trans_a", "trans_b", "add", NULL};
     static const char *const arrays[] = {"c", "a", "b"};
-    const fs_exec *exec = &((kernels_object *)object)->exec;
+    const fs_exec *exec = &((fs_py_kernels *)object)->exec;
     PyObject *objects[3];
     fs_buffer x[3];
     int trans_a = 0, trans_b = 0, add = 0, taken = 0;
@@ -550,7 +307,7 @@ done:
 static PyObject *
 kernels_stream(PyObject *object, PyObject *args)
 {
-    const fs_exec *exec = &((kernels_object *)object)->exec;
+    const fs_exec *exec = &((fs_py_kernels *)object)->exec;
     PyObject *arrays;
     Py_ssize_t reads, updates, taken = 0;
     fs_buffer x[FS_SOURCES_MAX];
@@ -575,7 +332,7 @@ kernels_stream(PyObject *object, PyObject *args)
         }
         data[taken] = x[taken].data;
         half[taken] = fs_dtype_nbytes(x[taken].dtype) == 2;
-        st = same_length(&x[0], &x[taken], "an array");
+        st = fs_py_same_length(&x[0], &x[taken], "an array");
         bool fits = half[taken] ? x[taken].n % 2 == 0 : x[taken].dtype == FS_F32;
         if (st == FS_OK && !fits) {
             st = FS_FAIL(FS_EINVAL, "%zu elements of %s: expected float32, or an even number of 2 "
@@ -603,18 +360,16 @@ done:
 static PyObject *
 kernels_name(PyObject *object, void *Py_UNUSED(closure))
 {
-    return PyUnicode_FromString(((kernels_object *)object)->exec.device->name);
+    return PyUnicode_FromString(((fs_py_kernels *)object)->exec.device->name);
 }
 
 static PyObject *
 kernels_threads_used(PyObject *object, void *Py_UNUSED(closure))
 {
-    return PyLong_FromSize_t(fs_pool_threads_used(((kernels_object *)object)->exec.pool));
+    return PyLong_FromSize_t(fs_pool_threads_used(((fs_py_kernels *)object)->exec.pool));
 }
 
-#define FS_KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
-
-static PyMethodDef methods[] = {
+static const PyMethodDef own_methods[] = {
     {"copy", kernels_copy, METH_VARARGS, "copy($self, dst, src, /)\n--\n\ndst = src."},
     {"convert", kernels_convert, METH_VARARGS,
      "convert($self, dst, src, /)\n--\n\ndst = src, each value rounded once to nearest even."},
@@ -625,24 +380,15 @@ static PyMethodDef methods[] = {
     {"find_nonfinite", kernels_find_nonfinite, METH_O,
      "find_nonfinite($self, x, /)\n--\n\nIndex of the first element that is not finite, or "
      "len(x)."},
-    {"sum", FS_KEYWORDS(kernels_sum),
-     "sum($self, acc, sources, *, accumulate=False)\n--\n\n"
-     "acc = (acc +) sum of sources in order; None is absent. Returns (sum of squares, finite, "
-     "largest magnitude)."},
-    {"update", FS_KEYWORDS(kernels_update),
-     "update($self, rule, grad, *, weight=None, master=None, weight_read=None, moment1=None, "
-     "moment2=None, moment3=None, grad_scale=1.0, lr=0.0, decay=0.0, beta1=0.0, beta2=0.0, "
-     "one_minus_beta1=0.0, "
-     "one_minus_beta2=0.0, eps=0.0, step_size=0.0, inv_sqrt_bc2=0.0, nesterov=False, first=False, "
-     "stochastic=False, random_key=0, at=0)"
-     "\n--\n\nOne optimizer step; scalars are rounded to fp32."},
-    {"gemm", FS_KEYWORDS(kernels_gemm),
+    {"gemm", FS_METHOD(kernels_gemm), METH_VARARGS | METH_KEYWORDS,
      "gemm($self, c, a, b, *, trans_a=False, trans_b=False, add=False)\n--\n\nc = a b (+ c)."},
     {"stream", kernels_stream, METH_VARARGS,
      "stream($self, arrays, reads, updates, mask, tiles, /)\n--\n\n"
      "Reads the first arrays, flips bits of the next, writes mask to the rest."},
     {NULL, NULL, 0, NULL},
 };
+
+static PyMethodDef methods[24];
 
 static PyGetSetDef attributes[] = {
     {"name", kernels_name, NULL, "Name of the table, such as cpu/avx512.", NULL},
@@ -663,7 +409,7 @@ static PyType_Slot kernels_slots[] = {
 
 static PyType_Spec kernels_spec = {
     .name = "flatshard._core.Kernels",
-    .basicsize = sizeof(kernels_object),
+    .basicsize = sizeof(fs_py_kernels),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = kernels_slots,
 };
@@ -671,6 +417,10 @@ static PyType_Spec kernels_spec = {
 int
 fs_py_add_kernels(PyObject *module)
 {
+    const PyMethodDef *const parts[] = {own_methods, fs_py_kernels_step_methods, NULL};
+    if (fs_py_join_methods(parts, methods, sizeof methods / sizeof methods[0]) < 0) {
+        return -1;
+    }
     PyObject *type = PyType_FromModuleAndSpec(module, &kernels_spec, NULL);
     if (type == NULL) {
         return -1;

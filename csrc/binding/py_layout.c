@@ -175,9 +175,8 @@ shards_plan(PyObject *Py_UNUSED(module), PyObject *args)
     return status == FS_OK ? fs_py_ledger_dict(&ledger) : fs_raise(status, NULL);
 }
 
-/* Appends value (stolen; NULL passes a failure on) to list. */
-static int
-append(PyObject *list, PyObject *value)
+int
+fs_py_list_append(PyObject *list, PyObject *value)
 {
     int result = value == NULL ? -1 : PyList_Append(list, value);
     Py_XDECREF(value);
@@ -207,30 +206,31 @@ layout_describe(PyObject *Py_UNUSED(module), PyObject *args)
     for (int p = 0; p < layout->params_n; p++) {
         const fs_param *param = &layout->params[p];
         Py_ssize_t grad_n = param->grad_n == FS_FROZEN ? -1 : (Py_ssize_t)param->grad_n;
-        if (append(param_rows,
-                   Py_BuildValue("(snn)", param->name, (Py_ssize_t)param->offset_n, grad_n)) < 0) {
+        PyObject *row = Py_BuildValue("(snn)", param->name, (Py_ssize_t)param->offset_n, grad_n);
+        if (fs_py_list_append(param_rows, row) < 0) {
             goto done;
         }
     }
     for (size_t i = 0; i < layout->segs_n; i++) {
         const fs_seg *seg = &layout->segs[i];
         Py_ssize_t pos_n = seg->pos_n == FS_FROZEN ? -1 : (Py_ssize_t)seg->pos_n;
-        if (append(seg_rows, Py_BuildValue("(iiinnnnn)", seg->cut, seg->unit, seg->param,
-                                           (Py_ssize_t)seg->begin, (Py_ssize_t)seg->end,
-                                           (Py_ssize_t)seg->at_n, (Py_ssize_t)seg->own_n, pos_n)) <
-            0) {
+        PyObject *row = Py_BuildValue("(iiinnnnn)", seg->cut, seg->unit, seg->param,
+                                      (Py_ssize_t)seg->begin, (Py_ssize_t)seg->end,
+                                      (Py_ssize_t)seg->at_n, (Py_ssize_t)seg->own_n, pos_n);
+        if (fs_py_list_append(seg_rows, row) < 0) {
             goto done;
         }
     }
     for (int k = 0; k < layout->order_n; k++) {
         const fs_unit_layout *unit = &layout->units[layout->order[k]];
-        if (append(order_rows, Py_BuildValue("(iiii)", layout->order[k], unit->opens,
-                                             unit->publishes, unit->slot)) < 0) {
+        PyObject *row = Py_BuildValue("(iiii)", layout->order[k], unit->opens, unit->publishes,
+                                      unit->slot);
+        if (fs_py_list_append(order_rows, row) < 0) {
             goto done;
         }
     }
     for (int s = 0; s < layout->slots_n; s++) {
-        if (append(slot_rows, PyLong_FromSize_t(layout->slot_n[s])) < 0) {
+        if (fs_py_list_append(slot_rows, PyLong_FromSize_t(layout->slot_n[s])) < 0) {
             goto done;
         }
     }

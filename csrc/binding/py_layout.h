@@ -20,4 +20,7 @@ PyObject *fs_py_ledger_dict(const fs_ledger *ledger);
 
 int fs_py_add_layout(PyObject *module);
 
+/* Appends value (stolen; NULL passes a failure on) to list. */
+int fs_py_list_append(PyObject *list, PyObject *value);
+
 #endif

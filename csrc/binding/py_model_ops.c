@@ -311,7 +311,7 @@ model_op(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
 }
 
 static PyMethodDef functions[] = {
-    {"model_op", (PyCFunction)(void (*)(void))model_op, METH_VARARGS | METH_KEYWORDS,
+    {"model_op", FS_METHOD(model_op), METH_VARARGS | METH_KEYWORDS,
      "model_op($module, kernels, name, /, **fields)\n--\n\n"
      "Runs one operation of the model's table on arrays, which it trusts to be large enough."},
     {NULL, NULL, 0, NULL},

@@ -1,4 +1,5 @@
-/* What py_shards.c (life, weights, layout) and py_step.c (gradients, the step) share. */
+/* What py_shards.c (life, weights, layout), py_gather.c (units as arrays) and py_step.c (gradients,
+ * the step) share. */
 #ifndef FS_BINDING_PY_SHARDS_H
 #define FS_BINDING_PY_SHARDS_H
 
@@ -33,7 +34,12 @@ PyObject *fs_py_shards_answer(fs_py_shards *object, fs_status status);
 int fs_py_shards_check_unit(fs_py_shards *object, int unit);
 int fs_py_shards_check_param(fs_py_shards *object, int param);
 
-/* The methods of py_step.c, ended by a NULL name; py_shards.c puts them into the type. */
+/* The methods of py_gather.c and py_step.c, ended by a NULL name; py_shards.c puts them into the
+ * type. */
+extern const PyMethodDef fs_py_gather_methods[];
 extern const PyMethodDef fs_py_step_methods[];
+
+/* The type under arrays of gathered units, which no caller sees. Called once, by py_shards.c. */
+int fs_py_add_gather(PyObject *module);
 
 #endif

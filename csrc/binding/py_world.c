@@ -405,40 +405,6 @@ world_set_on_event(PyObject *object, PyObject *value, void *Py_UNUSED(closure))
     return 0;
 }
 
-// ---- test hooks ---------------------------------------------------------------------------------
-
-static PyObject *
-wait_fault_at(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    Py_ssize_t nth;
-    int what;
-    if (!PyArg_ParseTuple(args, "ni:wait_fault_at", &nth, &what)) {
-        return NULL;
-    }
-    return PyLong_FromSize_t(fs_wait_fault_at((size_t)nth, what));
-}
-
-static PyObject *
-wait_set_delay(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    unsigned seed, max_us;
-    if (!PyArg_ParseTuple(args, "II:wait_set_delay", &seed, &max_us)) {
-        return NULL;
-    }
-    fs_wait_set_delay(seed, max_us);
-    Py_RETURN_NONE;
-}
-
-static PyObject *
-alloc_fail_at(PyObject *Py_UNUSED(module), PyObject *arg)
-{
-    Py_ssize_t nth = PyLong_AsSsize_t(arg);
-    if (nth == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    return PyLong_FromSize_t(fs_alloc_fail_at((size_t)nth));
-}
-
 // ---- type ---------------------------------------------------------------------------------------
 
 static const PyMethodDef life_methods[] = {
@@ -494,35 +460,21 @@ static PyType_Spec world_spec = {
     .slots = world_slots,
 };
 
-static PyMethodDef functions[] = {
-    {"wait_fault_at", wait_fault_at, METH_VARARGS,
-     "wait_fault_at($module, nth, what, /)\n--\n\nTest hook: the nth wait kills (1), stops (2) or "
-     "fails (3). Returns waits since the last call."},
-    {"wait_set_delay", wait_set_delay, METH_VARARGS,
-     "wait_set_delay($module, seed, max_us, /)\n--\n\nTest hook: waits sleep a random time first."},
-    {"alloc_fail_at", alloc_fail_at, METH_O,
-     "alloc_fail_at($module, nth, /)\n--\n\nTest hook: the nth allocation fails. Returns "
-     "allocations since the last call."},
-    {NULL, NULL, 0, NULL},
-};
-
 int
 fs_py_add_world(PyObject *module)
 {
     fs_py_set_package_folder(module);
-    size_t n = 0;
     const PyMethodDef *const parts[] = {life_methods, fs_py_collect_methods, fs_py_log_methods,
-                                        fs_py_device_methods};
-    for (size_t p = 0; p < sizeof parts / sizeof parts[0]; p++) {
-        for (const PyMethodDef *method = parts[p]; method->ml_name != NULL; method++) {
-            world_methods[n++] = *method;
-        }
+                                        fs_py_device_methods, NULL};
+    if (fs_py_join_methods(parts, world_methods,
+                           sizeof world_methods / sizeof world_methods[0]) < 0) {
+        return -1;
     }
     world_type = (PyTypeObject *)PyType_FromSpec(&world_spec);
     if (world_type == NULL ||
         PyModule_AddObjectRef(module, "World", (PyObject *)world_type) < 0 ||
-        fs_py_add_job(module) < 0 || fs_py_add_log(module) < 0) {
+        fs_py_add_job(module) < 0) {
         return -1;
     }
-    return PyModule_AddFunctions(module, functions);
+    return fs_py_add_log(module);
 }
