@@ -15,6 +15,7 @@ static const char *const isa_names[FS_ISA_COUNT] = {
     [FS_ISA_BASELINE] = "baseline",
     [FS_ISA_AVX2] = "avx2",
     [FS_ISA_AVX512] = "avx512",
+    [FS_ISA_AVX512_BF16] = "avx512_bf16",
     [FS_ISA_NEON] = "neon",
 };
 
@@ -70,8 +71,12 @@ x86_runs(fs_isa isa)
     if (isa == FS_ISA_AVX2) {
         return 1;
     }
-    return has_all(b7, bit_AVX512F | bit_AVX512BW | bit_AVX512CD | bit_AVX512DQ | bit_AVX512VL) &&
-           (files & 0xe6u) == 0xe6u; /* and mask registers, both parts of zmm */
+    if (!has_all(b7, bit_AVX512F | bit_AVX512BW | bit_AVX512CD | bit_AVX512DQ | bit_AVX512VL) ||
+        (files & 0xe6u) != 0xe6u) { /* and mask registers, both parts of zmm */
+        return 0;
+    }
+    return isa == FS_ISA_AVX512 ||
+           (__get_cpuid_count(7, 1, &a, &b, &c, &d) && has_all(a, bit_AVX512BF16));
 }
 
 #endif
@@ -85,6 +90,7 @@ fs_isa_runs_here(fs_isa isa)
 #if defined(__x86_64__)
     case FS_ISA_AVX2:
     case FS_ISA_AVX512:
+    case FS_ISA_AVX512_BF16:
         return x86_runs(isa);
 #endif
 #if defined(__aarch64__)
@@ -101,7 +107,8 @@ fs_isa_choose(fs_isa *out)
 {
     const char *wanted = fs_env_get("FLATSHARD_CPU");
     if (wanted == NULL) {
-        static const fs_isa best_first[] = {FS_ISA_AVX512, FS_ISA_AVX2, FS_ISA_NEON};
+        static const fs_isa best_first[] = {FS_ISA_AVX512_BF16, FS_ISA_AVX512, FS_ISA_AVX2,
+                                            FS_ISA_NEON};
         *out = FS_ISA_BASELINE;
         for (size_t i = 0; i < sizeof best_first / sizeof best_first[0]; i++) {
             if (fs_isa_runs_here(best_first[i])) {
@@ -122,7 +129,7 @@ fs_isa_choose(fs_isa *out)
         }
     }
     return FS_FAIL(FS_EINVAL, "FLATSHARD_CPU=%s is not an instruction set: use baseline, avx2, "
-                   "avx512 or neon", wanted);
+                   "avx512, avx512_bf16 or neon", wanted);
 }
 
 // ---- floating-point state -----------------------------------------------------------------------

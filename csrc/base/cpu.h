@@ -10,11 +10,12 @@ typedef enum fs_isa {
     FS_ISA_BASELINE = 0,
     FS_ISA_AVX2,
     FS_ISA_AVX512,
+    FS_ISA_AVX512_BF16, /* the kernels of AVX512, and products of bf16 by the processor */
     FS_ISA_NEON,
     FS_ISA_COUNT
 } fs_isa;
 
-/* "baseline", "avx2", "avx512", "neon". */
+/* "baseline", "avx2", "avx512", "avx512_bf16", "neon". */
 const char *fs_isa_name(fs_isa isa);
 
 /* True if this processor and system run kernels of isa (decided by features, never by vendor). */

@@ -254,14 +254,16 @@ matrix_check(const fs_buffer *x, const char *name, size_t rows, size_t columns)
 static PyObject *
 kernels_gemm(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"c", "a", "b", "trans_a", "trans_b", "add", NULL};
+    static char *names[] = {"c", "a", "b", "trans_a", "trans_b", "add", "rounding", NULL};
     static const char *const arrays[] = {"c", "a", "b"};
     const fs_exec *exec = &((fs_py_kernels *)object)->exec;
-    PyObject *objects[3];
+    PyObject *objects[3], *dtype = NULL;
     fs_buffer x[3];
+    fs_dtype rounding = FS_F32;
     int trans_a = 0, trans_b = 0, add = 0, taken = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$ppp:gemm", names, &objects[0], &objects[1],
-                                     &objects[2], &trans_a, &trans_b, &add)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$pppO:gemm", names, &objects[0],
+                                     &objects[1], &objects[2], &trans_a, &trans_b, &add, &dtype) ||
+        (dtype != NULL && fs_dtype_take(dtype, &rounding) < 0)) {
         return NULL;
     }
     for (; taken < 3; taken++) {
@@ -279,8 +281,8 @@ kernels_gemm(PyObject *object, PyObject *args, PyObject *kwargs)
     if (st == FS_OK) {
         size_t m = x[0].dims[0], n = x[0].dims[1], k = x[1].dims[trans_a ? 0 : 1];
         fs_gemm g = {.trans_a = trans_a != 0, .trans_b = trans_b != 0, .m = m, .n = n, .k = k,
-                     .a = x[1].data, .lda = x[1].dims[1], .b = x[2].data, .ldb = trans_b ? k : n,
-                     .beta = add ? 1.0f : 0.0f, .c = x[0].data, .ldc = n};
+                     .rounding = rounding, .a = x[1].data, .lda = x[1].dims[1], .b = x[2].data,
+                     .ldb = trans_b ? k : n, .beta = add ? 1.0f : 0.0f, .c = x[0].data, .ldc = n};
         st = matrix_check(&x[1], "a", trans_a ? k : m, trans_a ? m : k);
         if (st == FS_OK) {
             st = matrix_check(&x[2], "b", trans_b ? n : k, trans_b ? k : n);
@@ -381,7 +383,8 @@ static const PyMethodDef own_methods[] = {
      "find_nonfinite($self, x, /)\n--\n\nIndex of the first element that is not finite, or "
      "len(x)."},
     {"gemm", FS_METHOD(kernels_gemm), METH_VARARGS | METH_KEYWORDS,
-     "gemm($self, c, a, b, *, trans_a=False, trans_b=False, add=False)\n--\n\nc = a b (+ c)."},
+     "gemm($self, c, a, b, *, trans_a=False, trans_b=False, add=False, rounding='float32')\n--\n\n"
+     "c = a b (+ c); rounding is what a and b may be rounded to."},
     {"stream", kernels_stream, METH_VARARGS,
      "stream($self, arrays, reads, updates, mask, tiles, /)\n--\n\n"
      "Reads the first arrays, flips bits of the next, writes mask to the rest."},

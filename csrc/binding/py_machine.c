@@ -7,7 +7,7 @@
 #include "py_world.h"
 
 static fs_status
-measure(double seconds, Py_ssize_t threads, double *out_flops)
+measure(double seconds, Py_ssize_t threads, fs_dtype rounding, double *out_flops)
 {
     fs_exec exec = {0};
     if (threads < 1 || !(seconds >= 0.0 && seconds <= 60.0)) {
@@ -15,7 +15,7 @@ measure(double seconds, Py_ssize_t threads, double *out_flops)
     }
     FS_TRY(fs_device_choose(&exec.device));
     FS_TRY(fs_pool_open((size_t)threads, &exec.pool));
-    fs_status st = fs_gemm_measure(&exec, seconds, out_flops);
+    fs_status st = fs_gemm_measure(&exec, rounding, seconds, out_flops);
     fs_pool_close(exec.pool);
     return st;
 }
@@ -25,13 +25,16 @@ gemm_flops(PyObject *Py_UNUSED(module), PyObject *args)
 {
     double seconds, flops = 0.0;
     Py_ssize_t threads;
+    PyObject *name;
+    fs_dtype rounding;
     fs_status st = FS_OK;
-    if (!PyArg_ParseTuple(args, "dn:gemm_flops", &seconds, &threads)) {
+    if (!PyArg_ParseTuple(args, "dnO:gemm_flops", &seconds, &threads, &name) ||
+        fs_dtype_take(name, &rounding) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
     fs_fp_state saved = fs_fp_enter();
-    st = measure(seconds, threads, &flops);
+    st = measure(seconds, threads, rounding, &flops);
     fs_fp_leave(saved);
     Py_END_ALLOW_THREADS
     return st == FS_OK ? PyFloat_FromDouble(flops) : fs_raise(st, NULL);
@@ -64,8 +67,9 @@ world_gemm_flops(PyObject *Py_UNUSED(module), PyObject *args)
 
 static PyMethodDef functions[] = {
     {"gemm_flops", gemm_flops, METH_VARARGS,
-     "gemm_flops($module, seconds, threads, /)\n--\n\n"
-     "Best sgemm rate of this many threads within the seconds, FLOP/s."},
+     "gemm_flops($module, seconds, threads, dtype, /)\n--\n\n"
+     "Best rate of products of this many threads within the seconds, FLOP/s, for a model that\n"
+     "computes in the dtype."},
     {"world_gemm_flops", world_gemm_flops, METH_VARARGS,
      "world_gemm_flops($module, world, dtype, seconds, /)\n--\n\n"
      "Best rate of products of the dtype on the device of a world, FLOP/s."},

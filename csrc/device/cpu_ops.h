@@ -9,6 +9,7 @@
 extern const fs_device fs_device__baseline;
 extern const fs_device fs_device__avx2;
 extern const fs_device fs_device__avx512;
+extern const fs_device fs_device__avx512_bf16;
 extern const fs_device fs_device__neon;
 
 /* The library's kernels choose their own instructions (gemm.c). */
@@ -16,6 +17,16 @@ void
 fs_cpu_gemm(const fs_exec *exec, const fs_gemm *gemm);
 void
 fs_cpu_gemms(const fs_exec *exec, const fs_gemm *gemms, size_t n);
+
+/* The same, but products that may be rounded to bf16 are, and are ours. AVX512_BF16. */
+void
+fs_cpu_gemm_bf16(const fs_exec *exec, const fs_gemm *gemm);
+void
+fs_cpu_gemms_bf16(const fs_exec *exec, const fs_gemm *gemms, size_t n);
+
+/* Rows [row, row + rows) of C, at most FS_GEMM_ROWS; operands rounded to bf16, sums of fp32. */
+void
+fs_cpu_gemm_tile_bf16(const fs_gemm *gemm, size_t row, size_t rows);
 
 /* Touches arrays of n elements, of 4 bytes or 2, as an operation would: reads the first read_n,
  * reads and writes the next update_n (flipping the bits of mask, which may be 0), writes mask to

@@ -123,7 +123,8 @@ typedef struct fs_update {
 /* C[m,n] = A[m,k] B[k,n] + beta C, row-major, leading dimensions in elements; trans_x says that the
  * operand is stored transposed. beta is 0 (C may hold anything, NaN included) or 1. The CPU takes
  * fp32 alone, and cuts on a fixed grid of FS_GEMM_ROWS rows of C, each tile a single-threaded BLAS
- * call. CUDA takes A and B of fp32, bf16 or fp16, and C of the same dtype or fp32; it sums in fp32
+ * call, or, where rounding says bf16 and the processor multiplies that itself, a product of A and B
+ * rounded to bf16, summed in fp32. CUDA takes A and B of fp32, bf16 or fp16, and C of the same dtype or fp32; it sums in fp32
  * and rounds once. */
 #define FS_GEMM_ROWS 512
 typedef struct fs_gemm {
@@ -131,6 +132,7 @@ typedef struct fs_gemm {
     size_t m, n, k;
     fs_dtype dtype;   /* of a and b; 0 is FS_F32 */
     fs_dtype c_dtype;
+    fs_dtype rounding; /* CPU: what a and b may be rounded to; 0, FS_F32: as they are */
     const void *a;
     size_t lda;
     const void *b;

@@ -1,4 +1,5 @@
-/* Matrix products: a fixed grid over a CBLAS library that is loaded at run time.
+/* Matrix products: a fixed grid over a CBLAS library that is loaded at run time, or over the
+ * products of gemm_bf16.c.
  *
  * The library is told to use one thread right after it is loaded: its own threads would change the
  * bits with their number (not every core of it computes the same rows alike in differently sized
@@ -93,7 +94,7 @@ fs_gemm_is_loaded(void)
 }
 
 static void
-gemm_tile(const fs_gemm *g, size_t index)
+library_tile(const fs_gemm *g, size_t index)
 {
     size_t row = index * FS_GEMM_ROWS;
     size_t rows = fs_min_size(g->m - row, FS_GEMM_ROWS);
@@ -124,9 +125,12 @@ tiles_of(const fs_gemm *gemm)
     return empty ? 0 : (gemm->m - 1) / FS_GEMM_ROWS + 1;
 }
 
+typedef void (*tile_fn)(const fs_gemm *g, size_t index);
+
 typedef struct gemm_list {
     const fs_gemm *gemms;
     size_t n;
+    tile_fn tile;
 } gemm_list;
 
 /* Tile index of the products laid end to end. */
@@ -137,17 +141,17 @@ gemms_task(void *opaque, size_t index)
     for (size_t i = 0; i < list->n; i++) {
         size_t tiles = tiles_of(&list->gemms[i]);
         if (index < tiles) {
-            gemm_tile(&list->gemms[i], index);
+            list->tile(&list->gemms[i], index);
             return;
         }
         index -= tiles;
     }
 }
 
-void
-fs_cpu_gemms(const fs_exec *exec, const fs_gemm *gemms, size_t n)
+static void
+multiply(const fs_exec *exec, const fs_gemm *gemms, size_t n, tile_fn tile)
 {
-    gemm_list list = {gemms, n};
+    gemm_list list = {gemms, n, tile};
     size_t tiles = 0;
     for (size_t i = 0; i < n; i++) {
         tiles += tiles_of(&gemms[i]);
@@ -159,7 +163,40 @@ fs_cpu_gemms(const fs_exec *exec, const fs_gemm *gemms, size_t n)
 }
 
 void
+fs_cpu_gemms(const fs_exec *exec, const fs_gemm *gemms, size_t n)
+{
+    multiply(exec, gemms, n, library_tile);
+}
+
+void
 fs_cpu_gemm(const fs_exec *exec, const fs_gemm *gemm)
 {
     fs_cpu_gemms(exec, gemm, 1);
 }
+
+#if defined(__x86_64__)
+
+static void
+bf16_tile(const fs_gemm *g, size_t index)
+{
+    if (g->rounding == FS_BF16) {
+        size_t row = index * FS_GEMM_ROWS;
+        fs_cpu_gemm_tile_bf16(g, row, fs_min_size(g->m - row, FS_GEMM_ROWS));
+    } else {
+        library_tile(g, index);
+    }
+}
+
+void
+fs_cpu_gemms_bf16(const fs_exec *exec, const fs_gemm *gemms, size_t n)
+{
+    multiply(exec, gemms, n, bf16_tile);
+}
+
+void
+fs_cpu_gemm_bf16(const fs_exec *exec, const fs_gemm *gemm)
+{
+    fs_cpu_gemms_bf16(exec, gemm, 1);
+}
+
+#endif

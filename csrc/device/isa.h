@@ -16,7 +16,9 @@
  * the headers below, tiles.h, vector extensions of GCC (vector_size); intrinsics only in copy.inc,
  * for the fused multiply-add of attention_tiles.inc, and, where FS_ISA_F16C is defined, for the
  * conversions of fp16 in formats.inc. System headers belong here, above the
- * pragmas. An unused static function is no warning. */
+ * pragmas. An unused static function is no warning.
+ *
+ * Matrix products are not among them: they are the library's (gemm.c) or, of bf16, gemm_bf16.c. */
 #ifndef FS_DEVICE_ISA_H
 #define FS_DEVICE_ISA_H
 

@@ -1,4 +1,4 @@
-/* The kernels for AVX-512. See isa.h. */
+/* The kernels for AVX-512, and the tables of processors with it. See isa.h. */
 #include "isa.h"
 
 #if defined(__x86_64__)
@@ -19,6 +19,10 @@
 #endif
 
 #include "kernels.inc"
+
+/* The same kernels, and the processor's products of bf16 (gemm_bf16.c). */
+const fs_device fs_device__avx512_bf16 =
+    FS_TABLE("avx512_bf16", fs_cpu_gemm_bf16, fs_cpu_gemms_bf16);
 
 #ifdef __clang__
 #pragma clang attribute pop

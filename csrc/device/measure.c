@@ -18,7 +18,7 @@ now_seconds(void)
 }
 
 fs_status
-fs_gemm_measure(const fs_exec *exec, double seconds, double *out_flops)
+fs_gemm_measure(const fs_exec *exec, fs_dtype rounding, double seconds, double *out_flops)
 {
     fs_status st = FS_OK;
     fs_arena arena = {0};
@@ -41,8 +41,8 @@ fs_gemm_measure(const fs_exec *exec, double seconds, double *out_flops)
     for (size_t i = 0; i < MEASURE_K * MEASURE_N; i++) {
         b[i] = (float)(i % 13) - 6.0f;
     }
-    fs_gemm gemm = {.m = m, .n = MEASURE_N, .k = MEASURE_K, .a = a, .lda = MEASURE_K, .b = b,
-                    .ldb = MEASURE_N, .c = c, .ldc = MEASURE_N};
+    fs_gemm gemm = {.m = m, .n = MEASURE_N, .k = MEASURE_K, .rounding = rounding, .a = a,
+                    .lda = MEASURE_K, .b = b, .ldb = MEASURE_N, .c = c, .ldc = MEASURE_N};
     double flop = 2.0 * (double)m * MEASURE_N * MEASURE_K;
     double end = now_seconds() + seconds;
     double before = now_seconds();

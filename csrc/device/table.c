@@ -11,6 +11,7 @@ fs_device_cpu(fs_isa isa, const fs_device **out)
 #if defined(__x86_64__)
         [FS_ISA_AVX2] = &fs_device__avx2,
         [FS_ISA_AVX512] = &fs_device__avx512,
+        [FS_ISA_AVX512_BF16] = &fs_device__avx512_bf16,
 #endif
 #if defined(__aarch64__)
         [FS_ISA_NEON] = &fs_device__neon,

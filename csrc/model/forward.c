@@ -270,6 +270,7 @@ slice_backward(fs_llama *llama, const fs_head_call *call, const void *head, floa
                                    .k = n,
                                    .dtype = at->dtype,
                                    .c_dtype = FS_F32,
+                                   .rounding = at->rounding,
                                    .a = at->dlogits,
                                    .lda = vocab,
                                    .b = fs_act(llama, at->normed, begin * hidden),

@@ -69,7 +69,8 @@ typedef struct fs_ids {
 
 /* Every buffer of one micro-batch, placed by fs_llama_place. */
 typedef struct fs_batch {
-    fs_dtype dtype; /* of activations */
+    fs_dtype dtype;    /* of activations */
+    fs_dtype rounding; /* what products may round activations, gradients and weights to */
     size_t batch, length, rows;
     size_t past, kv_rows; /* of attention: 0 and length, unless keys are cached */
     size_t padded_dim, padded_length;

@@ -216,6 +216,7 @@ fs_llama_place(const fs_form *form, fs_mode mode, size_t batch, size_t length, s
     const fs_llama_config *config = form->config;
     const fs_precision *precision = &form->precision;
     *out = (fs_batch){.dtype = form->device ? precision->param : FS_F32,
+                      .rounding = precision->param,
                       .batch = batch,
                       .length = length,
                       .kv_rows = length,

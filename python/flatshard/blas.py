@@ -53,14 +53,17 @@ def load() -> str:
     return str(_core.gemm_load(find()))
 
 
-def flops(*, threads: int = 1, seconds: float = 0.2) -> float:
-    """The best rate of single-precision products of this many threads.
+def flops(*, threads: int = 1, seconds: float = 0.2, dtype: str = "float32") -> float:
+    """The best rate of products of this many threads.
 
     Parameters
     ----------
     threads : int
     seconds : float
         How long to measure.
+    dtype : str
+        In which a model computes: of bfloat16 where the processor multiplies that itself
+        (``avx512_bf16``), the rate of such products; else that of single precision.
 
     Returns
     -------
@@ -68,4 +71,4 @@ def flops(*, threads: int = 1, seconds: float = 0.2) -> float:
         FLOP/s of the best product of (512 x threads, 512, 512).
     """
     load()
-    return float(_core.gemm_flops(seconds, threads))
+    return float(_core.gemm_flops(seconds, threads, dtype))

@@ -44,6 +44,8 @@ def test_sets_are_those_of_the_processor() -> None:
             want.append("avx2")
         if avx2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= features:
             want.append("avx512")
+            if "avx512_bf16" in features:
+                want.append("avx512_bf16")
     elif platform.machine() == "aarch64":
         want.append("neon")
     assert _core.cpu_isas() == want

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 import scipy_openblas32
@@ -60,6 +61,73 @@ def test_against_float64(rng: np.random.Generator, trans_a: bool, trans_b: bool,
         want = left @ right + (before if add else 0.0)
         bound = (np.abs(left) @ np.abs(right) + np.abs(before)) * 1e-6 + 1e-30
         assert (np.abs(c - want) <= bound).all(), (m, n, k)
+
+
+@pytest.mark.parametrize("trans_b", [False, True])
+@pytest.mark.parametrize("trans_a", [False, True])
+def test_products_that_may_be_rounded(
+    rng: np.random.Generator, trans_a: bool, trans_b: bool
+) -> None:
+    """To bf16 where the processor multiplies that, and not at all elsewhere."""
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+    for isa in _core.cpu_isas():
+        kernels = _core.Kernels(isa, threads=2)
+        seen = rounded if isa == "avx512_bf16" else np.float64
+        # Around the blocks of 12 rows, 32 and 64 columns, 256 terms, too.
+        for m, n, k in [*SHAPES, (11, 31, 255), (12, 32, 256), (25, 65, 257), (13, 97, 513)]:
+            a = rng.standard_normal((k, m) if trans_a else (m, k)).astype(np.float32)
+            b = rng.standard_normal((n, k) if trans_b else (k, n)).astype(np.float32)
+            left, right = seen(a.T if trans_a else a), seen(b.T if trans_b else b)
+            for add in (False, True):
+                c = rng.standard_normal((m, n)).astype(np.float32)
+                before = c.astype(np.float64) if add else np.zeros((m, n))
+                c = c if add else np.full_like(c, np.nan)
+                kernels.gemm(
+                    c, a, b, trans_a=trans_a, trans_b=trans_b, add=add, rounding="bfloat16"
+                )
+                # Products of bf16 are exact in fp32; k sums of theirs round.
+                bound = (np.abs(left) @ np.abs(right) + np.abs(before)) * (k + 1) * 2.0**-24
+                assert (np.abs(c - (left @ right + before)) <= bound + 1e-30).all(), (isa, m, n, k)
+
+
+@pytest.mark.skipif("avx512_bf16" not in _core.cpu_isas(), reason="no AVX512_BF16 here")
+def test_a_row_of_rounded_products_has_its_bits_alone(rng: np.random.Generator) -> None:
+    """Not those of its place, its neighbours, the threads, or the product's other size."""
+    a = rng.standard_normal((600, 300)).astype(np.float32)
+    b = rng.standard_normal((300, 90)).astype(np.float32)
+    whole = np.empty((600, 90), np.float32)
+    _core.Kernels("avx512_bf16", threads=3).gemm(whole, a, b, rounding="bfloat16")
+    kernels = _core.Kernels("avx512_bf16")
+    for row, column in ((0, 0), (5, 33), (511, 64), (599, 89)):
+        one = np.empty((1, 1), np.float32)
+        kernels.gemm(one, a[row : row + 1], b[:, column : column + 1].copy(), rounding="bfloat16")
+        assert one[0, 0].tobytes() == whole[row, column].tobytes()
+    turned = np.empty((600, 90), np.float32)
+    kernels.gemm(turned, a.T.copy(), b.T.copy(), trans_a=True, trans_b=True, rounding="bfloat16")
+    assert turned.tobytes() == whole.tobytes()
+
+
+@pytest.mark.skipif("avx512_bf16" not in _core.cpu_isas(), reason="no AVX512_BF16 here")
+def test_what_rounds_to_what(rng: np.random.Generator) -> None:
+    """Each half-width pattern through a product with one: exact; ties to even, infinities, NaN."""
+    kernels = _core.Kernels("avx512_bf16")
+    patterns = np.arange(65536, dtype=np.uint32) << 16
+    a = patterns.view(np.float32).reshape(-1, 1)
+    c = np.empty_like(a)
+    kernels.gemm(c, a, np.ones((1, 1), np.float32), rounding="bfloat16")
+    normal = np.isnan(a) | np.isinf(a) | (np.abs(a) >= np.finfo(np.float32).tiny)
+    want = np.where(normal, a, 0.0).astype(
+        np.float32
+    )  # the processor's products have no subnormals
+    assert np.array_equal(c, want, equal_nan=True)
+    odd = (patterns[(patterns & 0x7F800000) != 0x7F800000] | 0x8000).view(np.float32).reshape(-1, 1)
+    odd = odd[np.abs(odd) >= np.finfo(np.float32).tiny].reshape(-1, 1)
+    c = np.empty_like(odd)
+    kernels.gemm(c, odd, np.ones((1, 1), np.float32), rounding="bfloat16")
+    assert np.array_equal(c, odd.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 def test_a_bad_row_stays_in_its_row(rng: np.random.Generator) -> None:

@@ -22,7 +22,7 @@ ROUNDING = 2.0**-24
 
 def isas_here() -> list[str]:
     names = []
-    for name in ("baseline", "avx2", "avx512", "neon"):
+    for name in ("baseline", "avx2", "avx512", "neon"):  # avx512_bf16 has those of avx512
         try:
             _core.Kernels(name)
         except NotImplementedError:

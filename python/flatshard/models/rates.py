@@ -61,8 +61,8 @@ def rate(world: World, dtype: str) -> tuple[float, str]:
     """
     world.barrier()  # on the CPU ranks share cores: all of them measure at once
     if world.device == "cpu":
-        mine = blas.flops(threads=world.threads, seconds=SECONDS)
-        source = "the sgemm rate measured on the same cores at start"
+        mine = blas.flops(threads=world.threads, seconds=SECONDS, dtype=dtype)
+        source = "the rate of products measured on the same cores at start"
     else:
         ordinal = world._core.ordinal or 0
         name = _device.load().describe(ordinal)
