@@ -124,8 +124,8 @@ typedef struct fs_update {
  * operand is stored transposed. beta is 0 (C may hold anything, NaN included) or 1. The CPU takes
  * fp32 alone, and cuts on a fixed grid of FS_GEMM_ROWS rows of C, each tile a single-threaded BLAS
  * call, or, where rounding says bf16 and the processor multiplies that itself, a product of A and B
- * rounded to bf16, summed in fp32. CUDA takes A and B of fp32, bf16 or fp16, and C of the same dtype or fp32; it sums in fp32
- * and rounds once. */
+ * rounded to bf16, summed in fp32. CUDA takes A and B of fp32, bf16 or fp16, and C of the same
+ * dtype or fp32; it sums in fp32 and rounds once. */
 #define FS_GEMM_ROWS 512
 typedef struct fs_gemm {
     bool trans_a, trans_b;

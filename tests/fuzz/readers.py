@@ -329,6 +329,8 @@ _DS = sys.modules["flatshard.config.deepspeed"]
 _FSDP = sys.modules["flatshard.config.fsdp"]
 _ACCELERATE = sys.modules["flatshard.config.accelerate"]
 assert fsdp is read_fsdp
+# What the planted bug takes away.
+UNKNOWN_KEY_REFUSED = "                self.refuse(where, given, _unknown(key, rules, paths))\n"
 
 TARGETS = {
     target.name: target
@@ -360,8 +362,7 @@ TARGETS = {
         ),
         Target(
             "fsdp", call_fsdp, (ConfigError, NotImplementedError), (_FSDP,),
-            plant=(reading, "                self.fail(where, _unknown(key, rules, known))\n",
-                   "                continue\n"),
+            plant=(reading, UNKNOWN_KEY_REFUSED, "                continue\n"),
         ),
         Target(
             "deepspeed", call_deepspeed, (ConfigError, NotImplementedError), (_DS, reading),
@@ -370,14 +371,12 @@ TARGETS = {
                 "_precision", "_loss_scale", "_offload", "_optimizer", "_schedule", "_say_type",
                 "Reader", "_unknown", "_no_duplicates", "_parse_json", "_parsed",
             ),
-            plant=(reading, "                self.fail(where, _unknown(key, rules, known))\n",
-                   "                continue\n"),
+            plant=(reading, UNKNOWN_KEY_REFUSED, "                continue\n"),
         ),
         Target(
             "accelerate", call_accelerate, (ConfigError, NotImplementedError),
             (_ACCELERATE,),
-            plant=(reading, "                self.fail(where, _unknown(key, rules, known))\n",
-                   "                continue\n"),
+            plant=(reading, UNKNOWN_KEY_REFUSED, "                continue\n"),
         ),
     )
 }  # fmt: skip
