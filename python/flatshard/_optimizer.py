@@ -340,6 +340,9 @@ class Optimizer:
 
     def _account(self, result: StepResult) -> None:
         if result.applied:
+            if result.step == 1 and result.count is None:
+                _log.info("no count= was given: gradients are a plain mean over ranks, and those "
+                          "of several micro-batches add up")  # fmt: skip
             return
         if result.reason == "no_gradient":
             raise RuntimeError(

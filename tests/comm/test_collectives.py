@@ -109,6 +109,26 @@ def test_shapes_and_numbers() -> None:
     on_ranks(3, rank)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_rows_of_a_data_set_come_once_and_in_order(size: int) -> None:
+    """408 samples, in batches of 16 a rank; the last batch is filled up with the first samples."""
+    samples, batch = 408, 16
+
+    def rank(world: World) -> list[int]:
+        found: list[int] = []
+        for begin in range(0, samples, batch * size):
+            places = np.arange(begin, begin + batch * size) % samples
+            mine = places.reshape(size, batch)[world.rank]
+            left = min(samples - begin, batch * size)
+            rows = world.gather_rows(mine[:, None] * np.ones(3, np.int64), total=left)
+            assert rows.shape == (left, 3) and (rows == rows[:, :1]).all()
+            found += rows[:, 0].tolist()
+        return found
+
+    assert on_ranks(size, rank) == [list(range(samples))] * size
+
+
 def refused(call, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()

@@ -272,6 +272,22 @@ def test_tokens_weigh_alike():
     assert on(2, rank) == [[-2.0]] * 2
 
 
+def test_a_plain_mean_is_said_once(caplog):
+    def rank(world, count):
+        shards = fs.shard({"w": f32(0)}, world)
+        opt = fs.SGD(shards, lr=1.0)
+        for _ in range(3):
+            shards.units[0].reduce({"w": f32(2.0)}, count=count)
+            opt.step()
+
+    for count, said in ((None, 1), (2, 0)):
+        with caplog.at_level(logging.INFO, logger="flatshard"):
+            on(2, rank, count)
+        told = [r for r in caplog.records if "plain mean over ranks" in r.message]
+        assert len(told) == said
+        caplog.clear()
+
+
 def test_clipping_looks_at_the_whole_batch_once():
     """Micro-batches with gradients 3 and 1: norm 2, and a step of 1."""
 
