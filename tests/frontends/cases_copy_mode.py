@@ -6,8 +6,12 @@ import copy
 import dataclasses
 from typing import Any
 
-import cases_rules
+import cases_gradients
+import cases_module
+import cases_optimizers
+import cases_parameters
 import torch
+from case_helpers import message_of
 from models import MODELS, rows
 from torch import nn
 
@@ -21,14 +25,6 @@ ROWS = 2
 def _allocated(module: nn.Module) -> int:
     """Bytes that Parameters have now, ties once."""
     return sum(p.untyped_storage().nbytes() for p in module.parameters())
-
-
-def _message(function: Any) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def bits(
@@ -95,12 +91,12 @@ def touched_outside(world: fs.World) -> list[str]:
     ft.fully_shard(module, world=world, sharding=fs.Sharding(gather="copy"))
     weight = module.layers[0].weight  # type: ignore[union-attr]
     said = [
-        _message(lambda: weight.sum()),
-        _message(lambda: weight.data.mul_(2)),
-        _message(lambda: weight.detach().numpy()),
-        _message(lambda: torch.zeros(1, 17) @ weight.T),
-        _message(lambda: nn.functional.linear(torch.zeros(1, 17), weight)),
-        _message(lambda: copy.deepcopy(module)),
+        message_of(lambda: weight.sum()),
+        message_of(lambda: weight.data.mul_(2)),
+        message_of(lambda: weight.detach().numpy()),
+        message_of(lambda: torch.zeros(1, 17) @ weight.T),
+        message_of(lambda: nn.functional.linear(torch.zeros(1, 17), weight)),
+        message_of(lambda: copy.deepcopy(module)),
     ]
     assert "(33, 17)" in repr(weight)
     assert weight.shape == (33, 17)
@@ -138,7 +134,7 @@ def calls(world: fs.World) -> dict[str, float]:
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     x, z = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.ones(2, 6)
     for _ in range(3):
-        assert "on purpose" in _message(lambda: module(x, fail=True))
+        assert "on purpose" in message_of(lambda: module(x, fail=True))
         with torch.no_grad():
             module(z)
         for net, opt in ((module, optimizer), (plain, reference)):
@@ -192,7 +188,7 @@ def left_out(world: fs.World, gather: str) -> None:
             if turn % 4 != 3:
                 sum(y.square().sum() for y in chosen).backward()
             elif net is module:
-                assert "without a gradient" in _message(opt.step)
+                assert "without a gradient" in message_of(opt.step)
                 opt.zero_grad()
                 continue
             opt.step()
@@ -238,7 +234,7 @@ def whole(world: fs.World, folder: str) -> None:
     for one in (module, twin):
         ft.put(one.layers[2].bias, "weight", torch.full((29,), 0.3))  # type: ignore[union-attr, index, arg-type]
     same()
-    assert "in between" in _message(lambda: _write_and_fail(module))
+    assert "in between" in message_of(lambda: _write_and_fail(module))
     same()
     for seed in (1, 2):
         step(module, optimizers["copy"], seed)
@@ -269,6 +265,9 @@ def whole(world: fs.World, folder: str) -> None:
     module.float()
 
 
+RULES = (cases_parameters, cases_gradients, cases_optimizers, cases_module)
+
+
 def _write_and_fail(module: nn.Module) -> None:
     with ft.full_params(module, write=True) as named:
         named["layers.0.weight"].zero_()
@@ -276,7 +275,7 @@ def _write_and_fail(module: nn.Module) -> None:
 
 
 def rule(world: fs.World, which: str) -> None:
-    """A case of cases_rules.py whose modules are sharded with gather="copy" unless it says."""
+    """A case that test_rules runs, with modules sharded with gather="copy" unless it says."""
     inner = _module.read_sharding
 
     def copying(*arguments: Any) -> fs.Sharding:
@@ -284,6 +283,6 @@ def rule(world: fs.World, which: str) -> None:
 
     _module.read_sharding = copying
     try:
-        getattr(cases_rules, which)(world)
+        next(getattr(cases, which) for cases in RULES if hasattr(cases, which))(world)
     finally:
         _module.read_sharding = inner

@@ -7,19 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from case_helpers import message_of
 from models import MODELS, rows
 from torch import nn
 
 import flatshard as fs
 import flatshard.torch as ft
-
-
-def _message(function: Any) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _bytes_read() -> int:
@@ -105,9 +98,9 @@ def initialised(world: fs.World) -> None:
     optimizer = ft.SGD(module.parameters(), lr=0.1)  # binds to what they become
     ft.fully_shard(module, world=world)
     assert [id(p) for p in module.parameters()] == ids
-    assert "materialize" in _message(lambda: module(torch.zeros(1, 3)))
-    assert "materialize" in _message(lambda: ft.save("never", module, step=1))
-    assert "materialize" in _message(optimizer.step)
+    assert "materialize" in message_of(lambda: module(torch.zeros(1, 3)))
+    assert "materialize" in message_of(lambda: ft.save("never", module, step=1))
+    assert "materialize" in message_of(optimizer.step)
     assert ft.materialize(module, ones) is module
     assert torch.equal(ft.state_dict(module)["0.weight"], torch.full((5, 3), 2.0))
     module(torch.zeros(1, 3)).sum().backward()
@@ -116,7 +109,7 @@ def initialised(world: fs.World) -> None:
     for stage in (0, 1, 2):  # sizes are those of the module, not of what lies there yet
         module = build()
         ft.fully_shard(module, world=world, sharding=stage)
-        assert "materialize" in _message(lambda whole=module: whole(torch.zeros(1, 3)))
+        assert "materialize" in message_of(lambda whole=module: whole(torch.zeros(1, 3)))
         ft.materialize(module, ones)
         assert torch.equal(ft.state_dict(module)["0.weight"], torch.full((5, 3), 2.0))
 
@@ -159,22 +152,22 @@ def refused(world: fs.World, folder: str) -> None:
     with torch.device("meta"):
         bare = Table()
     ft.fully_shard(bare, world=world)
-    assert "empty_weights" in _message(lambda: ft.materialize(bare))
+    assert "empty_weights" in message_of(lambda: ft.materialize(bare))
     half = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    assert "1.weight is on the meta device" in _message(lambda: ft.fully_shard(half, world=world))
+    assert "1.weight is on the meta device" in message_of(lambda: ft.fully_shard(half, world=world))
     with ft.empty_weights():
         good, strange = Table(), nn.Sequential(nn.Linear(2, 2))
     ft.materialize(ft.fully_shard(good, world=world))
     assert torch.equal(good.table, torch.arange(4.0))  # type: ignore[arg-type]
     ft.fully_shard(strange, world=world)
-    assert "no such folder" in _message(lambda: ft.materialize(strange, folder + "/none"))
+    assert "no such folder" in message_of(lambda: ft.materialize(strange, folder + "/none"))
     if world.is_main:
         from safetensors.torch import save_file
 
         save_file({"0.weight": torch.ones(2, 2)}, folder + "/model.safetensors")
     world.barrier()
-    assert "lacks 0.bias" in _message(lambda: ft.materialize(strange, folder))
-    assert "materialize" in _message(lambda: strange(torch.zeros(1, 2)))
+    assert "lacks 0.bias" in message_of(lambda: ft.materialize(strange, folder))
+    assert "materialize" in message_of(lambda: strange(torch.zeros(1, 2)))
     ft.materialize(strange, folder, strict=False)  # the bias is initialised
     assert torch.isfinite(strange(torch.ones(1, 2))).all()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases_rules import close, mine, one_step, raises
+from case_helpers import close, mine, one_step, raises
 from models import MODELS, mlp, mlp_batch, mlp_loss, rows
 from torch import nn
 

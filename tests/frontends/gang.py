@@ -22,6 +22,13 @@ PACKAGE = HERE.parents[1] / "python"
 DEADLINE_S = 200.0
 
 
+def case_name(value: Any) -> str:
+    """A parameter of a test as part of its id: a number of ranks, or the options of a case."""
+    if isinstance(value, dict):
+        return "-".join(str(v) for v in value.values())
+    return f"world{value}"
+
+
 def _port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gang import Gang
+from gang import Gang, case_name
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -40,13 +40,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def _name(value: Any) -> str:
-    if isinstance(value, dict):
-        return "-".join(str(v) for v in value.values())
-    return f"world{value}"
-
-
-@pytest.mark.parametrize(("size", "options"), CASES, ids=_name)
+@pytest.mark.parametrize(("size", "options"), CASES, ids=case_name)
 def test_equal(gang: Callable[[int], Gang], size: int, options: dict[str, Any]) -> None:
     results = gang(size).run("cases_equal:train", **options)
     for result in results:
