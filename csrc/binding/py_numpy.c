@@ -99,8 +99,9 @@ fs_buffer_take(PyObject *object, const char *arg, bool writeable, fs_buffer *out
 {
     memset(out, 0, sizeof *out);
     if (!PyArray_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s: expected a numpy.ndarray, got %s", arg,
-                     Py_TYPE(object)->tp_name);
+        PyErr_Format(PyExc_TypeError, "%s: expected a numpy.ndarray, got %s%s", arg,
+                     Py_TYPE(object)->tp_name,
+                     writeable ? "" : "; numpy.asarray() makes one of a list or a torch tensor");
         return -1;
     }
     PyArrayObject *array = (PyArrayObject *)object;

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import os
 import pickle
 
+import numpy as np
 import torch
 from case_helpers import close, make, mine, one_step, one_step_bf16, raises
 from models import MODELS, mlp, mlp_batch, mlp_loss, rows
@@ -15,6 +17,7 @@ from torch import nn
 
 import flatshard as fs
 import flatshard.torch as ft
+from flatshard.torch import _guards
 
 
 def copies(world: fs.World) -> None:
@@ -248,3 +251,53 @@ def saves(world: fs.World, folder: str) -> None:
     for m, o in ((module, optimizer), (again, resumed)):
         one_step_bf16(world, m, o)
     assert fs.weights_sha256(ft.shards(module)) == fs.weights_sha256(ft.shards(again))
+
+
+def told(world: fs.World) -> None:
+    """What cannot be is named, and what would do."""
+    with raises(TypeError, "expected a torch.nn.Module, got Tensor"):
+        ft.fully_shard(torch.ones(3), world=world)
+    module = ft.fully_shard(mlp(0), world=world)
+    mlp_loss(module, mlp_batch(0, 4)).backward()
+    with raises(RuntimeError, "RMSprop holds Parameter", "Lion or Adagrad of flatshard.torch$"):
+        torch.optim.RMSprop(module.parameters()).step()
+    with raises(RuntimeError, "flatshard.torch.Adam, or flatshard.torch.adopt"):
+        torch.optim.Adam(module.parameters()).step()
+    with raises(TypeError, "full_grads", r"full_params\(module, write=True\)"):
+        ft.adopt(torch.optim.RMSprop(module.parameters()))
+    for operand in (torch.ones(2), [1.0, 2.0]):
+        with raises(TypeError, r"numpy.asarray\(\) makes one"):
+            world.all_reduce(operand)
+        assert (world.all_reduce(np.asarray(operand)) == world.size * np.asarray(operand)).all()
+    ft.unshard(module)
+
+
+def changed_buffers(world: fs.World, folder: str) -> None:
+    """A save names the buffers that training changed, once, on rank 0; others are not worth it."""
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    log, handler = logging.getLogger("flatshard"), Keep(logging.WARNING)
+    log.addHandler(handler)
+    _guards._said.discard("save")
+    try:
+        for norm, at in ((nn.LayerNorm(4), 1), (nn.BatchNorm1d(4), 2), (nn.BatchNorm1d(4), 3)):
+            module = nn.Sequential(nn.Linear(4, 4), norm)
+            module.register_buffer("table", torch.arange(4.0))
+            ft.fully_shard(module, world=world)
+            optimizer = ft.SGD(module.parameters(), lr=0.1)
+            module(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+            ft.save(folder, module, optimizer, step=at)
+            said = [text for text in said if text.startswith("save()")]
+            assert len(said) == (at > 1 and world.is_main), said
+            ft.unshard(module)
+    finally:
+        log.removeHandler(handler)
+    if world.is_main:
+        for word in ("buffers changed", "1.running_mean, 1.running_var, 1.num_batches_tracked."):
+            assert word in said[0], said
+        assert "table" not in said[0]

@@ -32,3 +32,7 @@ def test_rule(gang: Callable[[int], Gang], size: int, case: str) -> None:
 
 def test_checkpoints(gang: Callable[[int], Gang], tmp_path: pathlib.Path) -> None:
     gang(2).run("cases_module:saves", folder=str(tmp_path))
+
+
+def test_buffers_that_changed(gang: Callable[[int], Gang], tmp_path: pathlib.Path) -> None:
+    gang(2).run("cases_module:changed_buffers", folder=str(tmp_path))

@@ -115,6 +115,8 @@ def check(folder: str | os.PathLike[str]) -> None:
     wrong = damage(folder)
     if wrong is None:
         return
+    if not os.path.isdir(folder):
+        return  # who loads it says so
     if os.path.exists(os.path.join(folder, MARKER)):
         raise CheckpointError(f"{os.fspath(folder)}: {wrong}")
     _log.warning("%s: %s; taken as it is", os.fspath(folder), wrong)

@@ -25,7 +25,9 @@ def _rule_of(optimizer: Any) -> str:
     if kind not in known:
         raise TypeError(
             f"adopt: {kind.__module__}.{kind.__name__} is not offered; of torch.optim SGD, Adam, "
-            "AdamW and Adagrad are, and flatshard.torch has Lion"
+            "AdamW and Adagrad are (themselves: a subclass has a step() of its own), and "
+            "flatshard.torch has Lion. Another rule can be written with full_grads(module) and "
+            "full_params(module, write=True), without sharded state"
         )
     decoupled = [bool(g.get("decoupled_weight_decay")) for g in optimizer.param_groups]
     if kind is torch.optim.Adam and any(decoupled):

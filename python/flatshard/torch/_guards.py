@@ -98,11 +98,13 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if entry is not None:
                 name = entry.sharded.members[entry.place].name
                 kind = type(optimizer)
+                remedy = "SGD, Adam, AdamW, Lion or Adagrad of flatshard.torch"
+                if kind.__name__ in ("SGD", "Adam", "AdamW", "Adagrad"):
+                    own = f"flatshard.torch.{kind.__name__}"
+                    remedy = f"{own}, or flatshard.torch.adopt(optimizer)"
                 raise RuntimeError(
                     f"{kind.__module__}.{kind.__name__} holds Parameter {name}, which is sharded: "
-                    "each rank would move the weights that all of them share. Use "
-                    f"flatshard.torch.{kind.__name__} (SGD, Adam, AdamW, Lion and Adagrad are "
-                    "there), or flatshard.torch.adopt(optimizer)"
+                    "each rank would move the weights that all of them share. Use " + remedy
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -69,6 +70,8 @@ class Sharded:
             if self.has_values:
                 self._store_values()
             self._share_buffers()
+            #: Checksums of buffers by name: those that training changes are in no checkpoint.
+            self.buffer_sums = buffer_sums(module)
             self.held = hold(self)
         except BaseException:
             self.shards.close()
@@ -259,6 +262,8 @@ def fully_shard(
 
     Raises
     ------
+    TypeError
+        No Module, or a Parameter of another dtype than float32, bfloat16 and float16.
     ValueError
         It is sharded already, with other arguments; or has Parameters that share memory without
         being one object.
@@ -276,6 +281,8 @@ def fully_shard(
     through ``full_params(module, write=True)`` alone. After ``step()`` a Parameter's ``grad`` is
     None. Memory: ``flatshard.torch.plan``.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"fully_shard: expected a torch.nn.Module, got {type(module).__name__}")
     asked = (_key(units), sharding, reshard_after_forward, mp_policy, offload_policy)
     present = _registry.find_module(module)
     if present is not None:
@@ -292,6 +299,26 @@ def fully_shard(
     refuse_torch_optimizers()
     Sharded(module, world, asked, units, chosen, mp_policy, ignored)
     return module
+
+
+def buffer_sums(module: torch.nn.Module) -> dict[str, int]:
+    """CRC-32 of each buffer of the module's state dict, by name: one read of them.
+
+    Parameters
+    ----------
+    module : Module
+    """
+    kept = {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    }
+    return {
+        name: zlib.crc32(b.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        for name, b in kept.items()
+        if b.device.type != "meta"
+    }
 
 
 def _key(units: Units) -> Any:

@@ -34,8 +34,8 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
     if not local:
         say_once(
             "no_sync",
-            "no_sync(): each micro-batch is reduced as it comes (stages 2 and 3, and 16-bit "
-            "gradients); the sum is the same and no rank keeps whole gradients",
+            "micro-batches are reduced as they come (stages 2 and 3, and 16-bit gradients): inside "
+            "no_sync() and accumulate() too; the sum is the same and no rank keeps whole gradients",
         )
     before = sharded.grads.keep_local
     sharded.grads.keep_local = local

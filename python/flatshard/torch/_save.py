@@ -10,6 +10,8 @@ import torch
 from .. import checkpoint
 from . import _registry
 from ._adopt import binding_of
+from ._guards import say_once
+from ._module import buffer_sums
 
 __all__ = ["load", "save"]
 
@@ -29,8 +31,8 @@ def save(
     directory : path
         Of all checkpoints of a run.
     module : Module
-        A sharded one. Its buffers are not in the checkpoint: give them in ``user=`` where they
-        change.
+        A sharded one. Its buffers are not in the checkpoint; a warning names those that changed
+        since `fully_shard`, such as BatchNorm's statistics: write them beside it.
     optimizer : Optimizer, optional
         Of this package, or adopted.
     step : int
@@ -46,6 +48,7 @@ def save(
     sharded = _registry.sharded_of(module, "save")
     sharded.check_values("save()")
     sharded.held.check("before save()")
+    _say_what_is_lost(sharded)
     engine = None
     if optimizer is not None:
         binding = binding_of(optimizer, "save")
@@ -53,6 +56,22 @@ def save(
         binding.follow_groups()
         engine = binding.engine
     return checkpoint.save(directory, sharded, engine, step=step, **options)
+
+
+def _say_what_is_lost(sharded: Any) -> None:
+    """Warns of buffers that training changes: a run that resumes would begin with fresh ones."""
+    if not sharded.world.is_main:
+        return
+    now = buffer_sums(sharded.module)
+    changed = [name for name, crc in now.items() if crc != sharded.buffer_sums.get(name)]
+    if changed:
+        named = ", ".join(changed[:4]) + (", ..." if len(changed) > 4 else "")
+        say_once(
+            "save",
+            "save(): buffers changed since fully_shard() and are in no checkpoint: "
+            f"{named}. A run that resumes would begin with fresh ones: on rank 0 keep them beside "
+            "it, torch.save(dict(module.named_buffers()), file), and after load() copy them back",
+        )
 
 
 def load(
