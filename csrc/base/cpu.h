@@ -34,6 +34,18 @@ unsigned fs_cpu_count(void);
  * quota. */
 unsigned fs_cpu_quota(const char *groups, const char *mount);
 
+/* For loops that look at memory until another thread writes it: gives the processor's units to the
+ * other thread of its core for a moment. */
+static inline void
+fs_cpu_relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
 /* Saved floating-point control word (MXCSR, FPCR). */
 typedef uint64_t fs_fp_state;
 

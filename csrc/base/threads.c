@@ -50,16 +50,6 @@ static _Thread_local bool inside_task;
  * number is halved when nothing came, and doubled when something did. */
 #define FS_POOL_SPINS_MAX 128u
 
-static inline void
-relax(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 /* Claims and runs tasks until none is left; true if it ran one. */
 static bool
 run_tasks(fs_pool *pool, fs_task task, void *ctx, size_t n)
@@ -86,7 +76,7 @@ await_job(fs_pool *pool, uint64_t seen, unsigned spins)
         if (atomic_load_explicit(&pool->job_seen, memory_order_relaxed) != seen) {
             return spins < FS_POOL_SPINS_MAX / 2 ? spins * 2 : FS_POOL_SPINS_MAX;
         }
-        relax();
+        fs_cpu_relax();
     }
     return spins > 1 ? spins / 2 : 1;
 }

@@ -20,6 +20,7 @@
 #endif
 
 #include "../base/checked.h"
+#include "../base/cpu.h"
 
 int64_t
 fs_now_ns(void)
@@ -27,16 +28,6 @@ fs_now_ns(void)
     struct timespec now;
     (void)clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-static inline void
-relax(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
 }
 
 // ---- sleep and wake -----------------------------------------------------------------------------
@@ -304,7 +295,7 @@ spin(fs_world *world, fs_condition condition, void *ctx)
                 }
                 return true;
             }
-            relax();
+            fs_cpu_relax();
         }
     } while (fs_now_ns() < end);
     world->spin_ns = budget / 2 > FS_SPIN_LEAST_NS ? budget / 2 : FS_SPIN_LEAST_NS;

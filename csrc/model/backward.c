@@ -33,14 +33,7 @@ mlp_backward(fs_llama *llama, size_t layer, const fs_unit_weights *weights, cons
                                          fs_layer_weight(llama, weights, layer, FS_ROLE_DOWN), rows,
                                          wide, hidden, false);
     fs_multiply(llama, &input, 1);
-    fs_swiglu swiglu = {.rows = rows,
-                        .width = wide,
-                        .dtype = at->dtype,
-                        .gate_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_GATE_BIAS),
-                        .up_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_UP_BIAS),
-                        .gate = saved->gate,
-                        .up = saved->up,
-                        .act = at->wide};
+    fs_swiglu swiglu = fs_layer_swiglu(llama, weights, layer);
     exec->device->model.swiglu_grad(exec, &swiglu);
     fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_GATE_BIAS), saved->gate, wide);
     fs_bias_grad(llama, sink, fs_llama_param(config, layer, FS_ROLE_UP_BIAS), saved->up, wide);

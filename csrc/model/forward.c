@@ -111,14 +111,7 @@ fs_llama_layer_forward(fs_llama *llama, size_t layer, const fs_unit_weights *wei
     if (again) {
         return;
     }
-    fs_swiglu swiglu = {.rows = rows,
-                        .width = wide,
-                        .dtype = at->dtype,
-                        .gate_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_GATE_BIAS),
-                        .up_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_UP_BIAS),
-                        .gate = saved->gate,
-                        .up = saved->up,
-                        .act = at->wide};
+    fs_swiglu swiglu = fs_layer_swiglu(llama, weights, layer);
     exec->device->model.swiglu(exec, &swiglu);
     fs_gemm down =
         fs_linear(llama, at->branch, hidden, at->wide,

@@ -195,6 +195,8 @@ fs_llama_release(fs_llama *llama, const fs_unit_weights *weights);
 /* A layer's parameter among its weights; NULL for a bias it does not have. */
 const void *fs_layer_weight(const fs_llama *llama, const fs_unit_weights *weights, size_t layer,
                             fs_role role);
+/* The arrays of a layer's SwiGLU, for it and for its gradient. */
+fs_swiglu fs_layer_swiglu(const fs_llama *llama, const fs_unit_weights *weights, size_t layer);
 static inline const void *
 fs_param_weight(const fs_llama *llama, const fs_unit_weights *weights, int param)
 {

@@ -33,6 +33,21 @@ fs_layer_weight(const fs_llama *llama, const fs_unit_weights *weights, size_t la
     return param < 0 ? NULL : fs_param_weight(llama, weights, param);
 }
 
+fs_swiglu
+fs_layer_swiglu(const fs_llama *llama, const fs_unit_weights *weights, size_t layer)
+{
+    const fs_batch *at = &llama->at;
+    const fs_layer_saved *saved = &at->layers[layer];
+    return (fs_swiglu){.rows = at->rows,
+                       .width = llama->config.intermediate_size,
+                       .dtype = at->dtype,
+                       .gate_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_GATE_BIAS),
+                       .up_bias = fs_layer_weight(llama, weights, layer, FS_ROLE_UP_BIAS),
+                       .gate = saved->gate,
+                       .up = saved->up,
+                       .act = at->wide};
+}
+
 // ---- products -----------------------------------------------------------------------------------
 
 fs_gemm

@@ -27,8 +27,6 @@ class SGD(Optimizer):
 
     Parameters
     ----------
-    target : Shards or anything with ``.shards``
-        What to optimize. Collective.
     lr : float
         Learning rate.
     momentum : float
@@ -37,12 +35,8 @@ class SGD(Optimizer):
         Nesterov's form of momentum.
     weight_decay : float
         L2 penalty, added to the gradient.
-    no_decay : iterable of str
-        Patterns of parameter names without decay.
-    max_skips : int
-        Skipped steps in a row that raise NonFiniteError.
-    check_every : int
-        Every so many applied steps, :meth:`Shards.check` before the update; 0: never.
+    target, no_decay, max_skips, check_every
+        As for :class:`Optimizer`. Collective.
 
     Notes
     -----
@@ -114,8 +108,6 @@ class Adam(_AdamFamily):
 
     Parameters
     ----------
-    target : Shards or anything with ``.shards``
-        What to optimize. Collective.
     lr : float
         Learning rate.
     betas : (float, float)
@@ -126,12 +118,8 @@ class Adam(_AdamFamily):
         L2 penalty, added to the gradient.
     amsgrad : bool
         Divide by the root of the largest second moment so far, a third state array.
-    no_decay : iterable of str
-        Patterns of parameter names without decay.
-    max_skips : int
-        Skipped steps in a row that raise NonFiniteError.
-    check_every : int
-        Every so many applied steps, :meth:`Shards.check` before the update; 0: never.
+    target, no_decay, max_skips, check_every
+        As for :class:`Optimizer`. Collective.
 
     References
     ----------
@@ -147,24 +135,10 @@ class AdamW(_AdamFamily):
 
     Parameters
     ----------
-    target : Shards or anything with ``.shards``
-        What to optimize. Collective.
-    lr : float
-        Learning rate.
-    betas : (float, float)
-        Decay rates of the two moments.
-    eps : float
-        Added to the root of the bias-corrected second moment.
     weight_decay : float
         The old weight is multiplied by 1 - lr * weight_decay.
-    amsgrad : bool
-        Divide by the root of the largest second moment so far, a third state array.
-    no_decay : iterable of str
-        Patterns of parameter names without decay.
-    max_skips : int
-        Skipped steps in a row that raise NonFiniteError.
-    check_every : int
-        Every so many applied steps, :meth:`Shards.check` before the update; 0: never.
+    target, lr, betas, eps, amsgrad, no_decay, max_skips, check_every
+        As for :class:`Adam`.
 
     References
     ----------
@@ -180,20 +154,14 @@ class Lion(Optimizer):
 
     Parameters
     ----------
-    target : Shards or anything with ``.shards``
-        What to optimize. Collective.
     lr : float
         Learning rate: by how much each element moves; commonly a third to a tenth of AdamW's.
     betas : (float, float)
         Share of the momentum in the blend whose sign is taken, and decay rate of the momentum.
     weight_decay : float
         The old weight is multiplied by 1 - lr * weight_decay.
-    no_decay : iterable of str
-        Patterns of parameter names without decay.
-    max_skips : int
-        Skipped steps in a row that raise NonFiniteError.
-    check_every : int
-        Every so many applied steps, :meth:`Shards.check` before the update; 0: never.
+    target, no_decay, max_skips, check_every
+        As for :class:`Optimizer`. Collective.
 
     Notes
     -----
@@ -233,8 +201,6 @@ class Adagrad(Optimizer):
 
     Parameters
     ----------
-    target : Shards or anything with ``.shards``
-        What to optimize. Collective.
     lr : float
         Learning rate.
     lr_decay : float
@@ -245,12 +211,8 @@ class Adagrad(Optimizer):
         L2 penalty, added to the gradient.
     initial_accumulator_value : float
         What sums of squares begin with.
-    no_decay : iterable of str
-        Patterns of parameter names without decay.
-    max_skips : int
-        Skipped steps in a row that raise NonFiniteError.
-    check_every : int
-        Every so many applied steps, :meth:`Shards.check` before the update; 0: never.
+    target, no_decay, max_skips, check_every
+        As for :class:`Optimizer`. Collective.
 
     Notes
     -----

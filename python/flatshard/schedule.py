@@ -31,6 +31,16 @@ def _with_warmup(lr: float, warmup: int, after: Schedule) -> Schedule:
     return rate
 
 
+def _decay(lr: float, warmup: int, total: int, rate_at: Callable[[float], float]) -> Schedule:
+    """After the warm-up ``rate_at`` of the part of the rest that is done, from 0 to 1."""
+    _check(lr, warmup, total)
+
+    def after(step: int) -> float:
+        return rate_at(min(1.0, (step - warmup) / max(1, total - warmup)))
+
+    return _with_warmup(lr, warmup, after)
+
+
 def constant(lr: float, *, warmup: int = 0) -> Schedule:
     """Constant rate after a linear warm-up.
 
@@ -75,13 +85,7 @@ def linear(lr: float, *, warmup: int = 0, total: int, final: float = 0.0) -> Sch
     ValueError
         A negative rate or length, or ``total`` below ``warmup``.
     """
-    _check(lr, warmup, total)
-
-    def after(step: int) -> float:
-        done = min(1.0, (step - warmup) / max(1, total - warmup))
-        return lr + (final - lr) * done
-
-    return _with_warmup(lr, warmup, after)
+    return _decay(lr, warmup, total, lambda done: lr + (final - lr) * done)
 
 
 def cosine(lr: float, *, warmup: int = 0, total: int, final: float = 0.0) -> Schedule:
@@ -108,10 +112,8 @@ def cosine(lr: float, *, warmup: int = 0, total: int, final: float = 0.0) -> Sch
     ----------
     Loshchilov & Hutter 2017, "SGDR", equation 5, without restarts.
     """
-    _check(lr, warmup, total)
 
-    def after(step: int) -> float:
-        done = min(1.0, (step - warmup) / max(1, total - warmup))
+    def half_wave(done: float) -> float:
         return final + (lr - final) * 0.5 * (1.0 + math.cos(math.pi * done))
 
-    return _with_warmup(lr, warmup, after)
+    return _decay(lr, warmup, total, half_wave)

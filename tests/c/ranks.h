@@ -9,6 +9,21 @@
 #include "check.h"
 #include "comm/comm.h"
 
+/* Waits until every rank has come. */
+static inline void
+meet(fs_world *world)
+{
+    fs_what what = {FS_OP_BARRIER, -1, -1, 0, 0};
+    CHECK_OK(fs_meet(world, &what, NULL, NULL, 0));
+}
+
+/* Patience of an engine (device/engine.h): peers that left end the wait. */
+static inline fs_status
+ask_world(void *ctx)
+{
+    return fs_world_usable(ctx);
+}
+
 typedef struct rank_call {
     fs_job *job;
     int rank;

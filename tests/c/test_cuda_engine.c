@@ -20,20 +20,6 @@ static const fs_device *table;
 static fs_engine_id ids[2]; /* rank 0 writes them, before a meeting */
 
 static void
-meet(fs_world *world)
-{
-    fs_what what = {FS_OP_BARRIER, -1, -1, 0, 0};
-    CHECK_OK(fs_meet(world, &what, NULL, NULL, 0));
-}
-
-/* Peers that left end the wait. */
-static fs_status
-ask_world(void *ctx)
-{
-    return fs_world_usable(ctx);
-}
-
-static void
 open_engines(fs_world *world, fs_context *context, int n, fs_engine **out)
 {
     static const char *const NAMES[] = {"gather", "reduce"};

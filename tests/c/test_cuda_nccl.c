@@ -26,20 +26,6 @@ typedef struct shared_case {
     pthread_mutex_t lock;
 } shared_case;
 
-static void
-meet(fs_world *world)
-{
-    fs_what what = {FS_OP_BARRIER, -1, -1, 0, 0};
-    CHECK_OK(fs_meet(world, &what, NULL, NULL, 0));
-}
-
-/* Peers that left end the wait, as in the engine. */
-static fs_status
-ask_world(void *ctx)
-{
-    return fs_world_usable(ctx);
-}
-
 /* Opens communicator number c on the rank's own device. */
 static fs_engine *
 open_engine(fs_world *world, shared_case *shared, int c, const char *name)

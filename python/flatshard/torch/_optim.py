@@ -229,21 +229,10 @@ class AdamW(Adam):
 
     Parameters
     ----------
-    params : iterable of Parameter, or of dict
-        As for ``torch.optim``; may be made before or after `fully_shard`.
-    lr : float
-        Learning rate.
-    betas : (float, float)
-        Decay rates of the two moments.
-    eps : float
-        Added to the root of the bias-corrected second moment.
     weight_decay : float
         The old weight is multiplied by 1 - lr * weight_decay.
-    amsgrad : bool
-        Divide by the root of the largest second moment so far.
-    **others
-        ``foreach``, ``fused`` and ``capturable`` are accepted and change nothing; ``maximize`` and
-        ``differentiable`` must be False.
+    params, lr, betas, eps, amsgrad, **others
+        As for `Adam`.
     """
 
     _rule = "AdamW"

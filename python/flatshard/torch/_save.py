@@ -10,10 +10,19 @@ import torch
 from .. import checkpoint
 from . import _registry
 from ._adopt import binding_of
+from ._binding import Binding
 from ._guards import say_once
 from ._module import buffer_sums
 
 __all__ = ["load", "save"]
+
+
+def _bound(optimizer: Any, what: str) -> Binding:
+    """The binding of an optimizer, with the groups as they stand. Collective the first time."""
+    binding = binding_of(optimizer, what)
+    binding.bind(what)
+    binding.follow_groups()
+    return binding
 
 
 def save(
@@ -49,12 +58,8 @@ def save(
     sharded.check_values("save()")
     sharded.held.check("before save()")
     _say_what_is_lost(sharded)
-    engine = None
-    if optimizer is not None:
-        binding = binding_of(optimizer, "save")
-        binding.bind("save")
-        binding.follow_groups()
-        engine = binding.engine
+    binding = None if optimizer is None else _bound(optimizer, "save")
+    engine = None if binding is None else binding.engine
     return checkpoint.save(directory, sharded, engine, step=step, **options)
 
 
@@ -100,14 +105,10 @@ def load(
     """
     sharded = _registry.sharded_of(module, "load")
     sharded.held.check("before load()")
-    engine = None
-    if optimizer is not None:
-        binding = binding_of(optimizer, "load")
-        binding.bind("load")
-        binding.follow_groups()
-        engine = binding.engine
+    binding = None if optimizer is None else _bound(optimizer, "load")
+    engine = None if binding is None else binding.engine
     loaded = checkpoint.load(directory, sharded, engine, **options)
-    if engine is not None:
+    if binding is not None:
         binding.take_groups()
     sharded.has_values = True
     sharded.held.refresh()
