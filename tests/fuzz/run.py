@@ -2,7 +2,7 @@
 
     python tests/fuzz/run.py [--seconds 8] [TARGET ...]
 
-C targets run with libFuzzer and sanitizers (clang); Python ones are in readers.py.
+C targets run with libFuzzer and sanitizers (clang); Python ones are run by readers.py.
 Fails when something is found (it says where the input lies: fix it, and add the input to the
 target's corpus, which tests replay), when fewer than 80 % of a reader's branches were reached, or
 when a copy of the reader that lacks one check gets through its minute.

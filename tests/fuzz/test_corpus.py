@@ -11,6 +11,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE))
 
+import reader_targets  # noqa: E402
 import readers  # noqa: E402
 import run  # noqa: E402
 
@@ -18,7 +19,7 @@ import run  # noqa: E402
 def test_every_target_has_a_corpus_and_nothing_else_has() -> None:
     folders = {path.name for path in (HERE / "corpus").iterdir()}
     assert folders == {*run.C_TARGETS, *run.PYTHON_TARGETS}
-    assert set(run.PYTHON_TARGETS) == set(readers.TARGETS)
+    assert set(run.PYTHON_TARGETS) == set(reader_targets.TARGETS)
     for name in folders:
         inputs = list((HERE / "corpus" / name).iterdir())
         assert len(inputs) >= 10, name
@@ -59,10 +60,10 @@ def test_c_targets(tmp_path: pathlib.Path) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("name", run.PYTHON_TARGETS)
 def test_python_targets(name: str, tmp_path: pathlib.Path) -> None:
-    target = readers.TARGETS[name]
+    target = reader_targets.TARGETS[name]
     accepted = 0
     for path in sorted((HERE / "corpus" / name).iterdir()):
-        accepted += readers.run_one(target, path.read_bytes(), tmp_path)
+        accepted += reader_targets.run_one(target, path.read_bytes(), tmp_path)
     assert accepted > 0, "the corpus holds what is right, too"
 
 
@@ -91,7 +92,7 @@ def f(n):
 """
     exec(compile(source, "counted.py", "exec"), vars(module))
     module.f.__module__ = "counted"  # type: ignore[attr-defined]
-    target = readers.Target("f", lambda data, folder: None, (), (module,))
+    target = reader_targets.Target("f", lambda data, folder: None, (), (module,))
     branches = readers.Branches(target)
     assert branches.total == 4
     for n, seen in ((0, 2), (0, 2), (1, 3), (2, 4)):
