@@ -104,16 +104,19 @@ shards_store_end(PyObject *self, PyObject *Py_UNUSED(ignored))
     return fs_py_shards_answer(object, status);
 }
 
-/* store(param, what, begin, array) and load(param, what, begin, array). */
+enum { WAY_STORE, WAY_LOAD, WAY_LOAD_KEPT };
+
+/* store, load and load_kept, each (param, what, begin, array). */
 static PyObject *
-move(PyObject *self, PyObject *args, bool store)
+move(PyObject *self, PyObject *args, int way)
 {
+    static const char *const formats[] = {"iinO:store", "iinO:load", "iinO:load_kept"};
+    bool store = way == WAY_STORE;
     int param, what;
     Py_ssize_t begin;
     PyObject *array;
     fs_py_shards *object;
-    if (!PyArg_ParseTuple(args, store ? "iinO:store" : "iinO:load", &param, &what, &begin,
-                          &array) ||
+    if (!PyArg_ParseTuple(args, formats[way], &param, &what, &begin, &array) ||
         (object = fs_py_shards_take(self)) == NULL) {
         return NULL;
     }
@@ -136,10 +139,14 @@ move(PyObject *self, PyObject *args, bool store)
         SHARDS_CALL(object, status,
                     fs_store(object->shards, param, (fs_array)what, first, last, buffer.data,
                              buffer.dtype));
-    } else {
+    } else if (way == WAY_LOAD) {
         SHARDS_CALL(
             object, status,
             fs_load(object->shards, param, (fs_array)what, first, last, buffer.data, buffer.dtype));
+    } else {
+        SHARDS_CALL(object, status,
+                    fs_load_kept(object->shards, param, (fs_array)what, first, last, buffer.data,
+                                 buffer.dtype));
     }
     fs_buffer_drop(&buffer);
     return fs_py_shards_answer(object, status);
@@ -148,13 +155,19 @@ move(PyObject *self, PyObject *args, bool store)
 static PyObject *
 shards_store(PyObject *self, PyObject *args)
 {
-    return move(self, args, true);
+    return move(self, args, WAY_STORE);
 }
 
 static PyObject *
 shards_load(PyObject *self, PyObject *args)
 {
-    return move(self, args, false);
+    return move(self, args, WAY_LOAD);
+}
+
+static PyObject *
+shards_load_kept(PyObject *self, PyObject *args)
+{
+    return move(self, args, WAY_LOAD_KEPT);
 }
 
 // ---- layout -------------------------------------------------------------------------------------
@@ -334,6 +347,9 @@ static const PyMethodDef own_methods[] = {
      "alone."},
     {"load", shards_load, METH_VARARGS,
      "load($self, param, what, begin, array, /)\n--\n\nReads elements from begin on."},
+    {"load_kept", shards_load_kept, METH_VARARGS,
+     "load_kept($self, param, what, begin, array, /)\n--\n\nReads elements that this rank keeps; "
+     "never a collective."},
     {"checksums", shards_checksums, METH_O,
      "checksums($self, array, /)\n--\n\nOf every copy held here: [copy, segment], bit 32 where "
      "held."},

@@ -339,7 +339,8 @@ FS_NODISCARD fs_status
 fs_grad_sums(fs_shards *shards, double *out_sumsq, double *out_absmax);
 
 /* Multiplies the gradient of param by a factor, equal on all ranks (compared when they agree), in
- * norm and update; fs_load does not show it. Local, between fs_grad_sums and the step. */
+ * norm and update; fs_load does not show it. A product that is not finite is a gradient that is
+ * not. Local, between fs_grad_sums and the step. */
 FS_NODISCARD fs_status
 fs_grad_scale(fs_shards *shards, int param, double factor);
 

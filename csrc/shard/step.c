@@ -1,6 +1,7 @@
 /* The step: agree (write fence, verdict), update, publish (read fence). */
 #include "shards_internal.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -13,13 +14,15 @@ enum {
     RECORD_GRADIENT = 1u << 3    /* some parameter had a gradient (equal on all ranks) */
 };
 
-/* What a rank says of its cut. Everything the verdict depends on is in here. */
+/* What a rank says of its cut. Everything the verdict depends on is in here. A finite sum times its
+ * factor may be none: then nobody but the sum is to blame. */
 static fs_payload
 make_record(const fs_shards *shards, bool local_skip)
 {
     const fs_layout *layout = shards->layout;
     fs_payload record = {.u = {0}};
     double sumsq = 0.0, absmax = 0.0;
+    int bad_param = shards->bad_param, bad_rank = shards->bad_rank;
     bool gradient = false;
     for (fs_seg_range s = fs_segs(layout, shards->rank, -1); s.seg < s.end; s.seg++) {
         if (s.seg->pos_n != FS_FROZEN && shards->had[s.seg->param]) {
@@ -27,6 +30,10 @@ make_record(const fs_shards *shards, bool local_skip)
             sumsq += shards->sumsq[s.seg - layout->segs] * factor * factor;
             double largest = shards->absmax[s.seg - layout->segs] * fabs(factor);
             absmax = largest > absmax ? largest : absmax; /* NaN: told by bad_param */
+            if (!(largest <= (double)FLT_MAX) && (bad_param < 0 || s.seg->param < bad_param)) {
+                bad_param = s.seg->param;
+                bad_rank = -1;
+            }
         }
     }
     for (int p = 0; p < layout->params_n; p++) {
@@ -37,8 +44,8 @@ make_record(const fs_shards *shards, bool local_skip)
     record.u[2] = (shards->has_count ? RECORD_HAS_COUNT : 0u) |
                   (shards->has_plain ? RECORD_HAS_PLAIN : 0u) | (local_skip ? RECORD_SKIP : 0u) |
                   (gradient ? RECORD_GRADIENT : 0u);
-    record.i[3] = shards->bad_param;
-    record.i[4] = shards->bad_rank;
+    record.i[3] = bad_param;
+    record.i[4] = bad_rank;
     record.d[5] = absmax;
     return record;
 }

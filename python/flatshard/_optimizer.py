@@ -352,7 +352,7 @@ class Optimizer:
         why = result.reason
         if result.nonfinite is not None:
             name, rank = result.nonfinite
-            source = f"rank {rank}" if rank >= 0 else "the sum over ranks"
+            source = f"rank {rank}" if rank >= 0 else "the sum over ranks or a factor"
             why = f"the gradient of {name} is not finite, from {source}"
         elif result.skipped:
             why = "; ".join(f"rank {rank} asked for it: {text}" for rank, text in result.skipped)

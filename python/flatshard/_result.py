@@ -31,7 +31,7 @@ class StepResult:
         Scale of the loss that was undone; 1 without loss scaling.
     nonfinite : (str, int) or None
         First parameter whose gradient is not finite, and the rank that produced it (-1: the sum
-        over ranks overflowed).
+        over ranks overflowed, or what it was multiplied by after backward).
     count : int or None
         Tokens or samples of the whole step, where micro-batches gave counts.
     skipped : tuple of (int, str)

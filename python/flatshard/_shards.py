@@ -201,7 +201,7 @@ class Shards:
         p = self.index(name)
         begin, end = self._core.range(p, self.world.rank)
         out = np.empty(end - begin, self.dtype(name, what))
-        self._core.load(p, self._kind(what), begin, out)
+        self._core.load_kept(p, self._kind(what), begin, out)
         return out, (begin, end)
 
     def set_full(self, name: str, array: Array, what: str = "weight") -> None:

@@ -131,3 +131,25 @@ def test_factors_differ() -> None:
             optimizer.step()
 
     fs.local_world(2).run(rank)
+
+
+@pytest.mark.parametrize("factor", [np.nan, np.inf, -np.inf, 1e39, 1e200])
+def test_a_factor_that_leaves_no_finite_gradient_skips(factor: float) -> None:
+    """It is the verdict's to find, on every rank: nothing moves, and the parameter is named."""
+
+    def rank(world: fs.World) -> None:
+        shards, optimizer = opened(world, 3)
+        reduce_all(shards, gradients(world.rank, 0))
+        shards.end_micro_batch()
+        sums_of(shards, world)
+        before = fs.weights_sha256(shards)
+        _core.grad_scale(shards._core, shards.index("a.b"), factor)
+        result = optimizer.step(max_norm=1.0)
+        assert not result.applied and result.reason == "nonfinite"
+        assert result.nonfinite == ("a.b", -1) and np.isnan(result.grad_norm)
+        assert fs.weights_sha256(shards) == before
+        reduce_all(shards, gradients(world.rank, 0))
+        assert optimizer.step().applied
+        world.barrier()
+
+    fs.local_world(3).run(rank)

@@ -3,6 +3,7 @@ on it. What runs beneath, with every rule and precision, is tests/c/test_cuda_of
 
 import gc
 import itertools
+import pathlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -117,6 +118,51 @@ def test_every_rule(rule: object, hyper: dict[str, float], cuda: object) -> None
         runs = [fs.local_world(2).run(rank, None), device.run(rank, None)]
         runs.append(device.run(rank, homes(*CLASSES)))
         assert len({bits for run in runs for bits in run}) == 1, precision
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-split"])
+def test_homes_are_read_written_and_saved(
+    precision: str, tmp_path: pathlib.Path, cuda: object
+) -> None:
+    """Weight, master and moments are set and read back wherever they live; a checkpoint from there
+    goes on here with the same bits, and the other way round."""
+
+    def step(shards: fs.Shards, opt: fs.AdamW, seed: int) -> None:
+        for unit in reversed(shards.units):
+            unit.reduce({n: noise(seed)[n] for n in unit.names})
+        assert opt.step(max_norm=1.0).applied
+
+    def rank(world: fs.World, offload: fs.Offload | None, folder: str) -> list[str]:
+        how = fs.Sharding(3, offload=offload)
+        shards = fs.shard(noise(0), world, sharding=how, precision=precision)
+        opt = fs.AdamW(shards, lr=0.1)
+        if (tmp_path / folder).exists():
+            fs.checkpoint.load(tmp_path / folder, shards, opt)
+        else:
+            step(shards, opt, 1)
+            for name, shape in SHAPES.items():
+                for what in ("master", "exp_avg", "exp_avg_sq"):
+                    value = np.full(shape, 1 + 2.0**-12, np.float32)
+                    shards.set_full(name, value, what)
+                    assert np.array_equal(shards.full(name, what), value), (name, what)
+                    mine, (begin, end) = shards.local(name, what)
+                    assert np.array_equal(mine, value.ravel()[begin:end])
+                assert (shards.full(name).astype(np.float32) == 1).all()
+            fs.checkpoint.save(tmp_path / folder, shards, opt, step=1)
+        seen = [fs.weights_sha256(shards), fs.state_sha256(shards)]
+        step(shards, opt, 2)
+        seen += [fs.weights_sha256(shards), fs.state_sha256(shards)]
+        world.barrier()
+        shards.close()
+        return seen
+
+    host, device = fs.local_world(2), fs.local_world(2, device="cuda")
+    want = host.run(rank, None, "host")
+    for names in [(), *SETS]:
+        folder = "-".join(names) or "device"
+        assert device.run(rank, homes(*names), folder) == want, names
+        assert device.run(rank, homes(*names), "host") == want, names
+        assert host.run(rank, None, folder) == want, names
 
 
 def test_a_large_parameter_goes_in_pieces(cuda: object) -> None:
