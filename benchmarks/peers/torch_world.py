@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import shutil
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["open_checkpoint", "open_collective", "open_training"]
+__all__ = ["open_checkpoint", "open_collective", "open_training", "open_zero3"]
 
 
 def memory() -> int:
@@ -139,9 +140,12 @@ class Training:
     def step(self, tokens: torch.Tensor) -> float:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
             loss = self.model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        self.backward(loss)
         self.update()
         return float(loss)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
 
     def update(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -157,7 +161,7 @@ class Training:
         loss = self.model(input_ids=(tokens := self.batch()), labels=tokens).loss
         self.barrier()
         most = memory()
-        loss.backward()
+        self.backward(loss)
         self.barrier()
         most = max(most, memory())
         self.update()
@@ -187,8 +191,41 @@ class Training:
         dist.destroy_process_group()
 
 
+class ZeroThree(Training):
+    """The same step with DeepSpeed's ZeRO-3 in fp32, over gloo."""
+
+    def __init__(self, config: dict[str, Any], batch: int, length: int) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        deepspeed = importlib.import_module("deepspeed")
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        deepspeed.init_distributed("gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        model = self.build(config)
+        self.baseline = memory() - sum(p.nbytes for p in model.parameters())
+        said = {
+            "train_micro_batch_size_per_gpu": batch,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        self.model = deepspeed.initialize(model=model, optimizer=optimizer, config=said)[0]
+        self.autocast = False
+        self.begin(batch, length)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.model.backward(loss)
+
+    def update(self) -> None:
+        self.model.step()
+
+
 def open_training(**arguments: Any) -> Training:
     return Training(**arguments)
+
+
+def open_zero3(**arguments: Any) -> Training:
+    return ZeroThree(**arguments)
 
 
 class Checkpoint:

@@ -1,4 +1,4 @@
-"""PyTorch modules: whole training steps with flatshard.torch, DDP and FSDP2, on one Llama.
+"""PyTorch modules: whole training steps with flatshard.torch, DDP, FSDP2 and ZeRO-3, on one Llama.
 
 Options: size=32m|125m|tiny, ranks=2, threads=1, batch=4, length=256, stages=3 (a list),
 settings=best|all: FSDP2 and DDP in the setting that is best by experience, or in each. The memory
@@ -66,9 +66,17 @@ def cases(settings: Settings) -> Sequence[Case]:
             **shape,
         )
 
+    def zero3() -> Contender | None:
+        job = "benchmarks.peers.torch_world:open_zero3"
+        return Weighed("DeepSpeed ZeRO-3, fused", job, n=n, threads=threads, **shape)
+
     who = [ours(stage, "step") for stage in stages]
     if settings.peers:
         who += [peer("ddp", True, True), peer("fsdp2", True, False)]
+        if importlib.util.find_spec("deepspeed"):
+            who.append(zero3)
+        else:
+            print("  left out: DeepSpeed's ZeRO-3: deepspeed is not installed")
         if options.get("settings", "best") == "all":
             who += [peer("fsdp2", fused, True) for fused in (True, False)]
             who.append(peer("ddp", False, True))
@@ -77,4 +85,4 @@ def cases(settings: Settings) -> Sequence[Case]:
     return [Case(title, who, float(n * batch * length), "tokens")]
 
 
-SUITE = Suite("torch", "tokens/s of PyTorch modules: flatshard.torch, DDP, FSDP2", cases)
+SUITE = Suite("torch", "tokens/s of PyTorch modules: flatshard.torch, DDP, FSDP2, ZeRO-3", cases)

@@ -272,6 +272,33 @@ def told(world: fs.World) -> None:
     ft.unshard(module)
 
 
+def broken_off(world: fs.World) -> None:
+    """A backward that ends between autograd's gradient and ours is said to have ended, no more."""
+    module = mlp(0)
+    ends = [False]
+
+    def end(parameter: torch.Tensor) -> None:
+        if ends[0]:
+            raise KeyboardInterrupt
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(end)  # runs before fully_shard()'s
+    ft.fully_shard(module, world=world)
+    optimizer = ft.SGD(module.parameters(), lr=0.1)
+    mlp_loss(module, mlp_batch(0, 4)).backward()
+    assert optimizer.step().applied
+    ends[0] = True
+    with raises(KeyboardInterrupt):
+        mlp_loss(module, mlp_batch(0, 4)).backward()
+    ends[0] = False
+    with raises(RuntimeError, "backward ended with an exception", r"zero_grad\(\) on every rank"):
+        optimizer.step()
+    optimizer.zero_grad()
+    mlp_loss(module, mlp_batch(0, 4)).backward()
+    assert optimizer.step().applied
+    ft.unshard(module)
+
+
 def changed_buffers(world: fs.World, folder: str) -> None:
     """A save names the buffers that training changed, once, on rank 0; others are not worth it."""
     said: list[str] = []

@@ -201,7 +201,8 @@ class Gradients:
             elif grad is not None and self._handles[index] is not None:
                 raise RuntimeError(
                     f"the gradient of {member.name} was set by hand; say it to all ranks with "
-                    'flatshard.torch.put(parameter, "grad", value)'
+                    'flatshard.torch.put(parameter, "grad", value). Or a backward ended with an '
+                    "exception and left it: then call zero_grad() on every rank"
                 )
             elif self._has[index]:
                 gone.append(index)
