@@ -50,6 +50,7 @@ typedef struct fs_ledger {
     _Atomic size_t peak_nbytes[FS_MEM_CLASS_COUNT]; /* of all homes together, since open */
 } fs_ledger;
 
+/* Counts bytes that were taken, or given back. Thread-safe; a NULL ledger counts nothing. */
 void fs_ledger_charge(fs_ledger *ledger, fs_mem_class memory_class, fs_home home, size_t nbytes);
 void fs_ledger_discharge(fs_ledger *ledger, fs_mem_class memory_class, fs_home home,
                          size_t nbytes);

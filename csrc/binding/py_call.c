@@ -33,7 +33,6 @@ is_contextlib(const char *file)
     return n >= sizeof name - 1 && strcmp(file + n - (sizeof name - 1), name) == 0;
 }
 
-/* The innermost line that is not flatshard's own. */
 void
 fs_py_note_caller(fs_world *world)
 {

@@ -12,6 +12,7 @@ const fs_device *fs_py_device_get(PyObject *device);
 PyObject *fs_device_array_new(fs_dtype dtype, size_t dims_n, const size_t *dims, void *data,
                               int ordinal, PyObject *base);
 
+/* Is it a _core.DeviceArray? */
 bool fs_device_array_check(PyObject *object);
 
 /* A _core.DeviceArray for a call in a world: it must lie on the device of that rank; what is behind

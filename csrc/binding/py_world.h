@@ -23,6 +23,7 @@ typedef struct fs_py_world {
 
 /* Of py_call.c. Frames in the folder of the package are ours, not the caller's. */
 void fs_py_set_package_folder(PyObject *module);
+/* Notes, for reports, the innermost Python line that is not ours. */
 void fs_py_note_caller(fs_world *world);
 /* The lines of a thread (its pthread_self) as faulthandler writes them. Takes the GIL. */
 size_t fs_py_locate(int64_t thread, char *lines, size_t nbytes);
@@ -31,6 +32,7 @@ bool fs_py_check_signals(void *ctx);
 
 /* Of py_job.c. */
 int fs_py_add_job(PyObject *module);
+/* The job behind a _core.Job (not checked); NULL with an exception when closed. */
 fs_job *fs_py_job_get(PyObject *job);
 
 /* Job.world, of py_world.c. */

@@ -41,6 +41,7 @@ typedef struct fs_cause {
     int64_t pid; /* of the culprit, 0 if unknown */
 } fs_cause;
 
+/* Why the job is over; FS_CAUSE_NONE, rank -1, as long as it is not. */
 fs_cause fs_job_cause(const fs_job *job);
 bool fs_job_is_threads(const fs_job *job);
 
@@ -159,6 +160,7 @@ void fs_world_close(fs_world *world);
 void fs_world_retain(fs_world *world);
 void fs_world_release(fs_world *world);
 
+/* This rank in its world, 0 to fs_world_size - 1. */
 int fs_world_rank(const fs_world *world);
 /* The same rank in the world of all ranks (fs_cause.rank counts there). */
 int fs_world_job_rank(const fs_world *world);
@@ -227,6 +229,7 @@ typedef enum fs_op {
     FS_OP_WAIT  /* part of another operation */
 } fs_op;
 
+/* "barrier", "all_gather", ...: as reports and logs name it. */
 const char *fs_op_name(fs_op op);
 /* Does it move small agreements between ranks, and not the caller's data? */
 bool fs_op_is_control(fs_op op);

@@ -282,6 +282,7 @@ fs_job_is_forked(const fs_job *job)
     return job->generation != fs_fork_generation();
 }
 
+/* Bytes of the page of a job of size ranks, the root world's page included. */
 size_t fs_job_page_nbytes(int size);
 /* Where the root world's page lies in it. */
 size_t fs_job_root_at(int size);
@@ -297,6 +298,7 @@ bool fs_job_abort(fs_job *job, int reporter, fs_cause_kind kind, int culprit);
  * rank in a job of processes. */
 int fs_job_lost(fs_job *job, fs_cause_kind *out_kind);
 
+/* A rank that has done nothing yet. The memory is zeroed. */
 void fs_note_init(fs_note *note);
 /* Stores what fits of text; always ends it. nbytes: a multiple of 8. */
 void fs_note_store(_Atomic uint64_t *words, size_t nbytes, const char *text);
@@ -386,6 +388,7 @@ void fs_room_read(const char *root, fs_room *out);
 
 // ---- wait.c -------------------------------------------------------------------------------------
 
+/* Of a clock that never goes back. */
 int64_t fs_now_ns(void);
 /* Has rank (of world) come to the fence that this rank is in? */
 bool fs_world_has_come(const fs_world *world, int rank);
@@ -398,6 +401,7 @@ fs_world_aborted(const fs_world *world);
 
 // ---- world.c ------------------------------------------------------------------------------------
 
+/* A world's page: where its ranks meet. */
 size_t fs_world_page_nbytes(int size);
 void fs_world_page_init(fs_world_page *page, int size);
 

@@ -19,6 +19,7 @@ typedef struct fs_blocks {
     uint32_t *crc;
 } fs_blocks;
 
+/* Blocks of a file of nbytes; the last may be a part. */
 size_t fs_blocks_count(size_t nbytes);
 
 // ---- writing ------------------------------------------------------------------------------------
@@ -58,6 +59,7 @@ fs_writer_finish(fs_writer *writer, fs_blocks *out_blocks);
 /* Gives everything back without finishing; the half file stays. Safe after finish and on zeros. */
 void fs_writer_discard(fs_writer *writer);
 
+/* Leaves zeros; fine on zeros. */
 void fs_blocks_free(fs_blocks *blocks);
 
 // ---- reading ------------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ typedef struct fs_fetcher {
     void *aligned;
 } fs_fetcher;
 
+/* Leaves a closed one; fine on a closed one. */
 void fs_fetcher_close(fs_fetcher *fetcher);
 
 /* Elements [begin, end) of a piece, in its own dtype, aligned, valid until the next call; at most

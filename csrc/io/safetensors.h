@@ -59,6 +59,7 @@ FS_NODISCARD fs_status
 fs_safetensors_parse(const char *path, char *text, size_t header_nbytes, size_t data_nbytes,
                      fs_safetensors *out);
 
+/* Gives back what open and parse took; fine on zeros, and twice. The reader stays open. */
 void fs_safetensors_close(fs_safetensors *safetensors);
 
 /* The tensor of that name, or NULL. */
