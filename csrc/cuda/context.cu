@@ -165,7 +165,7 @@ extern "C" void
 fs_cuda_context_exit(const fs_context *context, int before)
 {
     if (before != context->ordinal) {
-        (void)cudaSetDevice(before);
+        fs_cuda_device_give_back(before);
     }
 }
 
@@ -217,7 +217,7 @@ describe(int ordinal, char *text, size_t nbytes)
     FS_TRY(check_ordinal(ordinal));
     FS_TRY(enter(ordinal, &before));
     fs_status status = describe_current(ordinal, text, nbytes);
-    (void)cudaSetDevice(before);
+    fs_cuda_device_give_back(before);
     return status;
 }
 

@@ -88,6 +88,37 @@ fs_cuda_device_use(int device)
     return FS_OK;
 }
 
+/* Has somebody in this process used the device? Asked of the driver: the runtime cannot say. */
+static bool
+is_in_use(int device)
+{
+    typedef int (*state_fn)(int device, unsigned *flags, int *active);
+    static const state_fn state = [] {
+        void *found = NULL;
+        cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+        const char *name = "cuDevicePrimaryCtxGetState";
+#if CUDART_VERSION >= 12050
+        cudaError_t code =
+            cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+#else
+        cudaError_t code = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+        bool is_there = code == cudaSuccess && result == cudaDriverEntryPointSuccess;
+        return is_there ? (state_fn)found : (state_fn)NULL;
+    }();
+    unsigned flags = 0;
+    int active = 0;
+    return state == NULL || state(device, &flags, &active) != 0 || active != 0;
+}
+
+extern "C" void
+fs_cuda_device_give_back(int device)
+{
+    if (is_in_use(device)) {
+        (void)cudaSetDevice(device);
+    }
+}
+
 extern "C" fs_status
 fs_cuda_device_describe(int *capability, size_t *free_nbytes, size_t *total_nbytes)
 {

@@ -24,6 +24,11 @@ fs_cuda_device_count(int *out);
 FS_NODISCARD fs_status
 fs_cuda_device_use(int device);
 
+/* Makes device the calling thread's again, as it was before some fs_cuda_device_use: unless nobody
+ * in the process has used it yet, for choosing a device starts CUDA there, which takes hundreds of
+ * MB of its memory. Then the thread's device stays. */
+void fs_cuda_device_give_back(int device);
+
 /* Compute capability (9.0 is 90) and memory of the calling thread's device, bytes. */
 FS_NODISCARD fs_status
 fs_cuda_device_describe(int *capability, size_t *free_nbytes, size_t *total_nbytes);

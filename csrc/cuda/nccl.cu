@@ -6,6 +6,10 @@
 #include <new>
 #include <thread>
 
+extern "C" {
+#include "device.h"
+}
+
 /* Between looks at what is in progress: at first nothing (a group is on its way within some tens of
  * microseconds), then sleeps that grow. */
 #define EAGER_US 60
@@ -179,8 +183,9 @@ struct device_kept {
     device_kept() : before(0), is_known(cudaGetDevice(&before) == cudaSuccess) {}
     ~device_kept()
     {
-        if (is_known) {
-            (void)cudaSetDevice(before);
+        int now = before;
+        if (is_known && cudaGetDevice(&now) == cudaSuccess && now != before) {
+            fs_cuda_device_give_back(before);
         }
     }
 };

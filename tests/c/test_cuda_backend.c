@@ -119,6 +119,25 @@ test_work(int ordinal)
     CHECK(fs_cuda_memory_held() == 0, "%zu bytes are still held", fs_cuda_memory_held());
 }
 
+/* A rank whose device is not the first leaves the first alone: since CUDA 12 choosing a device, as
+ * giving back the thread's would, takes memory there. One that is in use is given back. */
+static void
+test_other_devices_stay_alone(void)
+{
+    fs_context *first;
+    void *memory;
+    fs_sim_reset(1, FS_SIM_SHUFFLED, 1u << 20);
+    test_work(3);
+    CHECK(fs_sim_device_is_used(3) && !fs_sim_device_is_used(0), "device 0 was started, or 3 not");
+    CHECK_OK(runtime->context_open(0, &first));
+    CHECK(fs_sim_device_is_used(0), "a context did not start its device");
+    CHECK_OK(fs_cuda_device_use(0));
+    test_work(3);
+    CHECK_OK(fs_cuda_memory_open(8, &memory)); /* where the thread is now: the context's */
+    runtime->context_close(first);
+    CHECK_OK(fs_cuda_memory_close(memory, 8));
+}
+
 /* The first failure stays, and no wait hangs after it. */
 static void
 test_failures_stick(void)
@@ -206,6 +225,7 @@ main(void)
         fs_sim_reset((uint64_t)ordinal + 1, FS_SIM_SHUFFLED, 1u << 20);
         test_work(ordinal);
     }
+    test_other_devices_stay_alone();
     test_failures_stick();
     test_streams_of_others();
     return 0;

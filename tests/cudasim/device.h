@@ -6,6 +6,7 @@
 #ifndef FS_CUDASIM_DEVICE_H
 #define FS_CUDASIM_DEVICE_H
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -88,6 +89,7 @@ typedef std::map<uintptr_t, sim_allocation> sim_allocations;
 
 struct sim_device {
     int index = 0;
+    std::atomic<bool> is_used{false}; /* its primary context is active */
     std::condition_variable changed;
     std::thread worker;
     int running = 0;      /* operations that use its memory now */

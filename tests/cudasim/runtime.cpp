@@ -23,7 +23,9 @@ sim_fail(cudaError_t code)
 sim_device &
 sim_here()
 {
-    return *sim.devices[static_cast<size_t>(chosen)];
+    sim_device &here = *sim.devices[static_cast<size_t>(chosen)];
+    here.is_used = true;
+    return here;
 }
 
 void
@@ -216,6 +218,26 @@ cudaSetDevice(int which)
         return sim_fail(cudaErrorInvalidDevice);
     }
     chosen = which;
+    sim_here().is_used = true; /* since CUDA 12 choosing a device starts it */
+    return cudaSuccess;
+}
+
+/* cuDevicePrimaryCtxGetState. */
+static int
+primary_context_state(int device, unsigned *flags, int *active)
+{
+    *flags = 0;
+    *active = fs_sim_device_is_used(device) ? 1 : 0;
+    return 0;
+}
+
+cudaError_t
+cudaGetDriverEntryPointByVersion(const char *symbol, void **out, unsigned, unsigned long long,
+                                 cudaDriverEntryPointQueryResult *result)
+{
+    bool is_known = std::strcmp(symbol, "cuDevicePrimaryCtxGetState") == 0;
+    *out = is_known ? reinterpret_cast<void *>(primary_context_state) : NULL;
+    *result = is_known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
     return cudaSuccess;
 }
 
@@ -295,6 +317,7 @@ fs_sim_reset(uint64_t seed, fs_sim_order order, size_t device_nbytes)
         device->changed.wait(lock, [&device] { return sim_is_idle(*device); });
         device->random.seed(seed + (static_cast<uint64_t>(device->index) << 32));
         device->accesses.clear();
+        device->is_used = false;
     }
     sim.order = order;
     sim.capacity = device_nbytes;
@@ -312,6 +335,12 @@ fs_sim_set_devices(int n)
         sim_die("%d devices, of %zu", n, sim.devices.size());
     }
     sim.visible = n;
+}
+
+bool
+fs_sim_device_is_used(int device)
+{
+    return sim.devices[static_cast<size_t>(device)]->is_used;
 }
 
 void

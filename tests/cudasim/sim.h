@@ -43,6 +43,9 @@ void fs_sim_reset(uint64_t seed, fs_sim_order order, size_t device_nbytes);
  * 8. Nothing may be running. */
 void fs_sim_set_devices(int n);
 
+/* Has any thread chosen or used the device since the reset? On a GPU that takes memory there. */
+bool fs_sim_device_is_used(int device);
+
 /* A race is counted, and its text kept, instead of ending the program: for tests of the
  * detector. */
 void fs_sim_tolerate_races(bool tolerate);
