@@ -61,6 +61,18 @@ bias_four(float x[FS_FOUR], const void *bias, fs_dtype dtype, size_t width, size
     }
 }
 
+/* The instance of a kernel template for activations of dtype. In it their dtype is a constant: were
+ * it not, each load would end with a branch that waits for it before the next one starts. */
+template <typename K>
+static inline K
+instance_of(fs_dtype dtype, K of_f32, K of_bf16, K of_f16)
+{
+    return dtype == FS_F32 ? of_f32 : dtype == FS_BF16 ? of_bf16 : of_f16;
+}
+
+#define INSTANCE_OF(kernel, dtype) \
+    instance_of(dtype, kernel<FS_F32>, kernel<FS_BF16>, kernel<FS_F16>)
+
 static inline size_t
 f32s(size_t n)
 {

@@ -3,9 +3,11 @@
 
 // ---- SwiGLU -------------------------------------------------------------------------------------
 
+template <fs_dtype E>
 static __global__ void
 swiglu_kernel(fs_swiglu op)
 {
+    op.dtype = E;
     size_t n = op.rows * op.width;
     for (size_t at = fs_first_four(); at < n; at += fs_stride_fours()) {
         unsigned four = fs_four_of(n, at);
@@ -22,9 +24,11 @@ swiglu_kernel(fs_swiglu op)
     }
 }
 
+template <fs_dtype E>
 static __global__ void
 swiglu_grad_kernel(fs_swiglu op)
 {
+    op.dtype = E;
     size_t n = op.rows * op.width;
     for (size_t at = fs_first_four(); at < n; at += fs_stride_fours()) {
         unsigned four = fs_four_of(n, at);
@@ -64,7 +68,8 @@ launch_swiglu(fs_cuda_stream stream, const fs_swiglu *op, bool back)
     } else {
         touched.reads(op->gate, nbytes).reads(op->up, nbytes);
     }
-    auto kernel = back ? swiglu_grad_kernel : swiglu_kernel;
+    auto kernel = back ? INSTANCE_OF(swiglu_grad_kernel, op->dtype)
+                       : INSTANCE_OF(swiglu_kernel, op->dtype);
     FS_LAUNCH(kernel, fs_cuda_blocks(n, FS_FOUR * ELEMENT_THREADS), ELEMENT_THREADS, 0, stream,
               touched, *op);
     return fs_cuda_launched(what);
@@ -167,15 +172,43 @@ fs_cuda_xent(fs_cuda_stream stream, const fs_xent *op)
 
 // ---- sums over rows, scaling --------------------------------------------------------------------
 
+#define SUM_COLUMNS 32u /* of a block */
+#define SUM_ROWS 64u    /* that all its threads load before a thread a column adds them in order */
+
+template <fs_dtype E>
 static __global__ void
 column_sum_kernel(fs_column_sum op)
 {
-    for (size_t i = first_element(); i < op.width; i += element_stride()) {
+    op.dtype = E;
+    float *tile = (float *)(void *)fs_shared_memory(); /* SUM_ROWS x SUM_COLUMNS */
+    unsigned column = threadIdx.x % SUM_COLUMNS, first = threadIdx.x / SUM_COLUMNS;
+    constexpr unsigned STEP = ELEMENT_THREADS / SUM_COLUMNS;
+    for (size_t begin = (size_t)blockIdx.x * SUM_COLUMNS; begin < op.width;
+         begin += (size_t)gridDim.x * SUM_COLUMNS) {
+        size_t i = begin + column;
         double sum = 0.0;
-        for (size_t r = 0; r < op.rows; r++) {
-            sum = sum + fs_load_f64(op.x, op.dtype, r * op.stride + i);
+        for (size_t r = 0; r < op.rows; r += SUM_ROWS) {
+            unsigned rows = op.rows - r < SUM_ROWS ? (unsigned)(op.rows - r) : SUM_ROWS;
+            float x[SUM_ROWS / STEP]; /* all on their way at once */
+#pragma unroll
+            for (unsigned k = 0; k < SUM_ROWS / STEP; k++) {
+                unsigned row = k * STEP + first;
+                bool is_there = row < rows && i < op.width;
+                x[k] = is_there ? fs_load_f32(op.x, op.dtype, (r + row) * op.stride + i) : 0.0f;
+            }
+#pragma unroll
+            for (unsigned k = 0; k < SUM_ROWS / STEP; k++) {
+                tile[(k * STEP + first) * SUM_COLUMNS + column] = x[k];
+            }
+            __syncthreads();
+            for (unsigned row = 0; first == 0 && i < op.width && row < rows; row++) {
+                sum = sum + (double)tile[row * SUM_COLUMNS + column];
+            }
+            __syncthreads();
         }
-        op.out[i] = op.add ? op.out[i] + (float)sum : (float)sum;
+        if (first == 0 && i < op.width) {
+            op.out[i] = op.add ? op.out[i] + (float)sum : (float)sum;
+        }
     }
 }
 
@@ -190,8 +223,9 @@ fs_cuda_column_sum(fs_cuda_stream stream, const fs_column_sum *op)
         return FS_OK;
     }
     size_t read = op->rows == 0 ? 0 : (op->rows - 1) * op->stride + op->width;
-    FS_LAUNCH(column_sum_kernel, fs_cuda_blocks(op->width, ELEMENT_THREADS), ELEMENT_THREADS, 0,
-              stream,
+    auto kernel = INSTANCE_OF(column_sum_kernel, op->dtype);
+    FS_LAUNCH(kernel, fs_cuda_blocks(op->width, SUM_COLUMNS), ELEMENT_THREADS,
+              f32s(SUM_ROWS * SUM_COLUMNS), stream,
               fs_touched()
                   .reads(op->x, read * fs_dtype_nbytes(op->dtype))
                   .writes(op->out, f32s(op->width)),

@@ -1,10 +1,10 @@
 /* Rotary positions, and the move between rows of tokens and packed heads. */
+#include <climits>
+
 #include "model.cuh"
 
-/* Which head of which token a block of work is for, and where its packed row lies. */
+/* Where a head of a token has its packed row; head of q, k, v side by side. */
 struct head_place {
-    size_t token, head; /* token of batch * length; head of q, k, v side by side */
-    size_t position;
     const void *bias; /* or NULL; from element bias_n on */
     size_t bias_n;
     void *packed; /* q, k or v; from element packed_n on */
@@ -14,90 +14,110 @@ struct head_place {
 };
 
 FS_DEVICE_FN head_place
-place_head(const fs_heads *op, size_t item)
+place_head(const fs_heads *op, size_t batch, size_t position, size_t head)
 {
-    size_t heads = op->q_heads + 2 * op->kv_heads, d = op->head_dim;
     head_place p;
-    p.token = item / heads;
-    p.head = item % heads;
-    p.position = p.token % op->length;
-    size_t b = p.token / op->length, h = p.head;
-    if (h < op->q_heads) {
+    if (head < op->q_heads) {
         p.packed = op->q;
-        p.packed_n = ((b * op->q_heads + h) * op->length + p.position) * op->padded_dim;
+        p.packed_n = ((batch * op->q_heads + head) * op->length + position) * op->padded_dim;
         p.bias = op->q_bias;
-        p.bias_n = h * d;
+        p.bias_n = head * op->head_dim;
         p.turned = true;
         p.scale = op->q_scale;
         return p;
     }
-    h -= op->q_heads;
-    p.turned = h < op->kv_heads;
-    h = p.turned ? h : h - op->kv_heads;
+    head -= op->q_heads;
+    p.turned = head < op->kv_heads;
+    head = p.turned ? head : head - op->kv_heads;
     p.packed = p.turned ? op->k : op->v;
-    p.packed_n = ((b * op->kv_heads + h) * op->kv_rows + p.position) * op->padded_dim;
+    p.packed_n = ((batch * op->kv_heads + head) * op->kv_rows + position) * op->padded_dim;
     p.bias = p.turned ? op->k_bias : op->v_bias;
-    p.bias_n = h * d;
+    p.bias_n = head * op->head_dim;
     p.scale = 1.0f;
     return p;
 }
 
-/* Element i of the head's row of the projections, with its bias. */
-FS_DEVICE_FN float
-row_at(const fs_heads *op, const head_place *p, size_t row_n, size_t i)
+/* Four elements of the head's row of the projections from i on, with their biases. */
+FS_DEVICE_FN void
+load_row(float x[FS_FOUR], const fs_heads *op, const head_place *p, size_t row_n, size_t i,
+         unsigned n)
 {
-    float x = fs_load_f32(op->rows, op->dtype, row_n + i);
-    return p->bias == NULL ? x : x + fs_load_f32(p->bias, op->dtype, p->bias_n + i);
+    fs_load_four(x, op->rows, op->dtype, row_n + i, n);
+    if (p->bias != NULL) {
+        float bias[FS_FOUR];
+        fs_load_four(bias, p->bias, op->dtype, p->bias_n + i, n);
+        for (unsigned j = 0; j < n; j++) {
+            x[j] = x[j] + bias[j];
+        }
+    }
 }
 
-/* A thread a pair of elements (i, i + d / 2), or two neighbours of v; and the padding. */
+/* A block a token, a thread four pairs of elements (i, i + d / 2) of a head, as v has them too; who
+ * has a head's last writes its padding. Numbers within a token have 32 bits: dividing by longer
+ * ones would cost more than memory does. */
+template <fs_dtype E>
 static __global__ void
 heads_kernel(fs_heads op)
 {
-    size_t d = op.head_dim, half = d / 2, heads = op.q_heads + 2 * op.kv_heads;
-    size_t items = op.batch * op.length * heads;
-    for (size_t item = blockIdx.x; item < items; item += gridDim.x) {
-        head_place p = place_head(&op, item);
-        size_t row_n = (p.token * heads + p.head) * d;
-        const float *cosines = op.cosines + p.position * half;
-        const float *sines = op.sines + p.position * half;
-        for (size_t i = threadIdx.x; i < op.padded_dim; i += blockDim.x) {
-            if (i >= d) {
-                fs_store_f32(p.packed, op.dtype, p.packed_n + i, 0.0f);
-            } else if (!p.turned) {
-                fs_store_f32(p.packed, op.dtype, p.packed_n + i, row_at(&op, &p, row_n, i));
-            } else if (i < half) {
-                float a = row_at(&op, &p, row_n, i), b = row_at(&op, &p, row_n, half + i);
-                fs_store_f32(p.packed, op.dtype, p.packed_n + i,
-                             (a * cosines[i] - b * sines[i]) * p.scale);
-                fs_store_f32(p.packed, op.dtype, p.packed_n + half + i,
-                             (b * cosines[i] + a * sines[i]) * p.scale);
+    op.dtype = E;
+    unsigned heads = (unsigned)(op.q_heads + 2 * op.kv_heads), half = (unsigned)op.head_dim / 2;
+    unsigned fours = (half + FS_FOUR - 1) / FS_FOUR;
+    size_t tokens = op.batch * op.length;
+    for (size_t token = blockIdx.x; token < tokens; token += gridDim.x) {
+        size_t batch = token / op.length, position = token % op.length;
+        for (unsigned at = threadIdx.x; at < heads * fours; at += blockDim.x) {
+            unsigned head = at / fours, i = at % fours * FS_FOUR, n = fs_four_of(half, i);
+            head_place p = place_head(&op, batch, position, head);
+            size_t row_n = (token * heads + head) * op.head_dim;
+            float a[FS_FOUR], b[FS_FOUR], cosines[FS_FOUR], sines[FS_FOUR];
+            load_row(a, &op, &p, row_n, i, n);
+            load_row(b, &op, &p, row_n, half + i, n);
+            if (p.turned) {
+                fs_load_four(cosines, op.cosines, FS_F32, position * half + i, n);
+                fs_load_four(sines, op.sines, FS_F32, position * half + i, n);
+                for (unsigned j = 0; j < n; j++) {
+                    float low = a[j], high = b[j];
+                    a[j] = (low * cosines[j] - high * sines[j]) * p.scale;
+                    b[j] = (high * cosines[j] + low * sines[j]) * p.scale;
+                }
+            }
+            fs_store_four(p.packed, op.dtype, p.packed_n + i, a, n);
+            fs_store_four(p.packed, op.dtype, p.packed_n + half + i, b, n);
+            for (size_t j = op.head_dim; i + n == half && j < op.padded_dim; j++) {
+                fs_store_f32(p.packed, op.dtype, p.packed_n + j, 0.0f);
             }
         }
     }
 }
 
+template <fs_dtype E>
 static __global__ void
 heads_grad_kernel(fs_heads op)
 {
-    size_t d = op.head_dim, half = d / 2, heads = op.q_heads + 2 * op.kv_heads;
-    size_t items = op.batch * op.length * heads;
-    for (size_t item = blockIdx.x; item < items; item += gridDim.x) {
-        head_place p = place_head(&op, item);
-        size_t row_n = (p.token * heads + p.head) * d;
-        const float *cosines = op.cosines + p.position * half;
-        const float *sines = op.sines + p.position * half;
-        for (size_t i = threadIdx.x; i < d; i += blockDim.x) {
-            float a = fs_load_f32(p.packed, op.dtype, p.packed_n + i);
-            if (!p.turned) {
-                fs_store_f32(op.rows, op.dtype, row_n + i, a);
-            } else if (i < half) {
-                float b = fs_load_f32(p.packed, op.dtype, p.packed_n + half + i);
-                fs_store_f32(op.rows, op.dtype, row_n + i,
-                             (a * cosines[i] + b * sines[i]) * p.scale);
-                fs_store_f32(op.rows, op.dtype, row_n + half + i,
-                             (b * cosines[i] - a * sines[i]) * p.scale);
+    op.dtype = E;
+    unsigned heads = (unsigned)(op.q_heads + 2 * op.kv_heads), half = (unsigned)op.head_dim / 2;
+    unsigned fours = (half + FS_FOUR - 1) / FS_FOUR;
+    size_t tokens = op.batch * op.length;
+    for (size_t token = blockIdx.x; token < tokens; token += gridDim.x) {
+        size_t batch = token / op.length, position = token % op.length;
+        for (unsigned at = threadIdx.x; at < heads * fours; at += blockDim.x) {
+            unsigned head = at / fours, i = at % fours * FS_FOUR, n = fs_four_of(half, i);
+            head_place p = place_head(&op, batch, position, head);
+            size_t row_n = (token * heads + head) * op.head_dim;
+            float a[FS_FOUR], b[FS_FOUR], cosines[FS_FOUR], sines[FS_FOUR];
+            fs_load_four(a, p.packed, op.dtype, p.packed_n + i, n);
+            fs_load_four(b, p.packed, op.dtype, p.packed_n + half + i, n);
+            if (p.turned) {
+                fs_load_four(cosines, op.cosines, FS_F32, position * half + i, n);
+                fs_load_four(sines, op.sines, FS_F32, position * half + i, n);
+                for (unsigned j = 0; j < n; j++) {
+                    float low = a[j], high = b[j];
+                    a[j] = (low * cosines[j] + high * sines[j]) * p.scale;
+                    b[j] = (high * cosines[j] - low * sines[j]) * p.scale;
+                }
             }
+            fs_store_four(op.rows, op.dtype, row_n + i, a, n);
+            fs_store_four(op.rows, op.dtype, row_n + half + i, b, n);
         }
     }
 }
@@ -115,8 +135,12 @@ launch_heads(fs_cuda_stream stream, const fs_heads *op, bool back)
                        "%s: heads of %zu (even) in rows of %zu, %zu of %zu rows of keys", what,
                        op->head_dim, op->padded_dim, op->length, op->kv_rows);
     }
-    if (tokens == 0 || heads == 0) {
+    if (tokens == 0 || heads == 0 || op->head_dim == 0) {
         return FS_OK;
+    }
+    if (heads * op->padded_dim > INT_MAX) {
+        return FS_FAIL(FS_EINVAL, "%s: %zu heads of %zu: at most %d elements a token", what, heads,
+                       op->padded_dim, INT_MAX);
     }
     size_t element = fs_dtype_nbytes(op->dtype), rows = tokens * heads * op->head_dim * element;
     size_t q = tokens * op->q_heads * op->padded_dim * element;
@@ -128,8 +152,9 @@ launch_heads(fs_cuda_stream stream, const fs_heads *op, bool back)
     } else {
         touched.reads(op->rows, rows).writes(op->q, q).writes(op->k, k).writes(op->v, k);
     }
-    auto kernel = back ? heads_grad_kernel : heads_kernel;
-    FS_LAUNCH(kernel, fs_cuda_blocks(tokens * heads, 1), ROW_THREADS, 0, stream, touched, *op);
+    auto kernel = back ? INSTANCE_OF(heads_grad_kernel, op->dtype)
+                       : INSTANCE_OF(heads_kernel, op->dtype);
+    FS_LAUNCH(kernel, fs_cuda_blocks(tokens, 1), ELEMENT_THREADS, 0, stream, touched, *op);
     return fs_cuda_launched(what);
 }
 

@@ -3,15 +3,22 @@
 
 // ---- embedding ----------------------------------------------------------------------------------
 
+/* A block a row. */
 static __global__ void
 embed_kernel(fs_embed op)
 {
-    size_t n = op.rows * op.width;
-    for (size_t at = first_element(); at < n; at += element_stride()) {
-        size_t row = at / op.width, column = at % op.width;
-        size_t from = (size_t)op.tokens[row] * op.width + column;
-        fs_store_f32(op.out, op.dtype, at,
-                     op.scale * fs_load_f32(op.table, op.table_dtype, from));
+    size_t first = FS_FOUR * threadIdx.x, stride = FS_FOUR * blockDim.x;
+    for (size_t row = blockIdx.x; row < op.rows; row += gridDim.x) {
+        size_t from = (size_t)op.tokens[row] * op.width;
+        for (size_t i = first; i < op.width; i += stride) {
+            unsigned n = fs_four_of(op.width, i);
+            float x[FS_FOUR];
+            fs_load_four(x, op.table, op.table_dtype, from + i, n);
+            for (unsigned j = 0; j < n; j++) {
+                x[j] = op.scale * x[j];
+            }
+            fs_store_four(op.out, op.dtype, row * op.width + i, x, n);
+        }
     }
 }
 
@@ -23,8 +30,7 @@ fs_cuda_embed(fs_cuda_stream stream, const fs_embed *op)
     if (op->rows == 0) {
         return FS_OK;
     }
-    FS_LAUNCH(embed_kernel, fs_cuda_blocks(op->rows * op->width, ELEMENT_THREADS), ELEMENT_THREADS,
-              0, stream,
+    FS_LAUNCH(embed_kernel, fs_cuda_blocks(op->rows, 1), ELEMENT_THREADS, 0, stream,
               fs_touched()
                   .reads(op->tokens, op->rows * sizeof(int32_t))
                   .reads(op->table, op->vocab * op->width * fs_dtype_nbytes(op->table_dtype))
@@ -110,9 +116,11 @@ add_branch(const fs_norm *op, size_t row, size_t i, unsigned n)
 }
 
 /* A block a row. */
+template <fs_dtype E>
 static __global__ void
 norm_kernel(fs_norm op)
 {
+    op.dtype = E;
     float *tile = (float *)(void *)fs_shared_memory(); /* ROW_TILE_N */
     float *lanes = tile + ROW_TILE_N;                  /* FS_LANES */
     size_t width = op.width, first = FS_FOUR * threadIdx.x, stride = FS_FOUR * blockDim.x;
@@ -173,21 +181,25 @@ fs_cuda_norm(fs_cuda_stream stream, const fs_norm *op)
     if (op->branch != NULL) {
         touched.reads(op->branch, nbytes).writes(op->sum, nbytes);
     }
-    FS_LAUNCH(norm_kernel, fs_cuda_blocks(op->rows, 1), ROW_THREADS, f32s(ROW_TILE_N + FS_LANES),
+    auto kernel = INSTANCE_OF(norm_kernel, op->dtype);
+    FS_LAUNCH(kernel, fs_cuda_blocks(op->rows, 1), ROW_THREADS, f32s(ROW_TILE_N + FS_LANES),
               stream, touched, *op);
     return fs_cuda_launched("norm");
 }
 
 /* A thread a column of a chunk of rows: the chunk's share of dweight goes to its line of partial.
  * Before norm_grad_kernel, which puts something else where dy is. */
+template <fs_dtype E>
 static __global__ void
 norm_grad_partial_kernel(fs_norm_grad op, size_t chunk, size_t chunks)
 {
+    op.dtype = E;
     size_t width = op.width;
     for (size_t item = first_element(); item < chunks * width; item += element_stride()) {
         size_t begin = item / width * chunk, i = item % width;
         size_t end = op.rows - begin < chunk ? op.rows : begin + chunk;
         float sum = 0.0f;
+#pragma unroll 4
         for (size_t r = begin; r < end; r++) {
             float x = fs_load_f32(op.x, op.dtype, r * width + i);
             sum = sum + fs_load_f32(op.dy, op.dtype, r * width + i) * (x * op.rstd[r]);
@@ -197,9 +209,11 @@ norm_grad_partial_kernel(fs_norm_grad op, size_t chunk, size_t chunks)
 }
 
 /* A block a row. */
+template <fs_dtype E>
 static __global__ void
 norm_grad_kernel(fs_norm_grad op)
 {
+    op.dtype = E;
     float *tile = (float *)(void *)fs_shared_memory(); /* ROW_TILE_N */
     float *lanes = tile + ROW_TILE_N;                  /* FS_LANES */
     size_t width = op.width, first = FS_FOUR * threadIdx.x, stride = FS_FOUR * blockDim.x;
@@ -268,8 +282,9 @@ fs_cuda_norm_grad(fs_cuda_stream stream, const fs_norm_grad *op)
     size_t chunks = op->rows / chunk + (op->rows % chunk != 0);
     size_t partial = op->dweight == NULL ? 0 : f32s(chunks * op->width);
     if (partial > 0) {
-        FS_LAUNCH(norm_grad_partial_kernel, fs_cuda_blocks(chunks * op->width, ELEMENT_THREADS),
-                  ELEMENT_THREADS, 0, stream,
+        auto kernel = INSTANCE_OF(norm_grad_partial_kernel, op->dtype);
+        FS_LAUNCH(kernel, fs_cuda_blocks(chunks * op->width, ELEMENT_THREADS), ELEMENT_THREADS, 0,
+                  stream,
                   fs_touched()
                       .reads(op->x, nbytes)
                       .reads(op->rstd, f32s(op->rows))
@@ -279,7 +294,8 @@ fs_cuda_norm_grad(fs_cuda_stream stream, const fs_norm_grad *op)
         FS_TRY(fs_cuda_launched("norm_grad"));
     }
     if (op->rows > 0) {
-        FS_LAUNCH(norm_grad_kernel, fs_cuda_blocks(op->rows, 1), ROW_THREADS,
+        auto kernel = INSTANCE_OF(norm_grad_kernel, op->dtype);
+        FS_LAUNCH(kernel, fs_cuda_blocks(op->rows, 1), ROW_THREADS,
                   f32s(ROW_TILE_N + FS_LANES), stream,
                   fs_touched()
                       .reads(op->x, nbytes)

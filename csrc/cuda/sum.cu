@@ -2,9 +2,9 @@
  *
  * The grid of partial sums is the CPU's (device/reduce.inc): a partial per tile of FS_TILE_N
  * elements with FS_LANES lanes, element i in lane i mod FS_LANES, lanes folded in halves, partials
- * added in index order. So norms have the CPU's bits. A block takes several tiles: all threads add
- * up the sources, leaving the sums in shared memory, then a thread per lane squares and adds, in
- * order; a last kernel of one block adds the partials. */
+ * added in index order by groups. So norms have the CPU's bits. A block takes several tiles: all
+ * threads add up the sources, leaving the sums in shared memory, then a thread per lane squares and
+ * adds, in order; then a block a group adds its partials, and a last one the groups. */
 #include "elements.cuh"
 
 #define SUM_THREADS 256u
@@ -13,7 +13,11 @@
 /* Between tiles of shared memory, so that the lanes of two tiles lie in different banks. */
 #define SUM_PAD FS_LANES
 #define SUM_LANES (SUM_TILES * FS_LANES)
+/* More elements than that are searched for a bad source by a grid of their own. */
+#define SEARCH_N ((size_t)1 << 18)
+#define SEARCH_BLOCKS 256u
 
+static_assert(FS_GROUP_TILES == SUM_THREADS, "a thread a tile of a group");
 static_assert(FS_TILE_N % (SUM_THREADS * FS_FOUR) == 0, "a turn of the block ends with a tile");
 
 /* The launch's argument. partial and largest have an entry per tile. */
@@ -198,9 +202,43 @@ find_bad_source(const fs_sum_args *a, int *flag)
     return -1;
 }
 
-/* One block: partials in index order, by one thread out of shared memory; magnitudes by all. */
+/* A block a group of tiles: its partials in index order, by one thread out of shared memory; the
+ * largest magnitude by all. Both go where those of the group's first tile were. */
 static __global__ void
-finish_kernel(fs_sum_args args, size_t n)
+group_kernel(double *partial, uint64_t *largest, size_t n)
+{
+    double *chunk = (double *)(void *)fs_shared_memory();
+    uint64_t *most = (uint64_t *)(void *)(chunk + SUM_THREADS);
+    size_t stride = gridDim.x * FS_GROUP_TILES;
+    for (size_t first = blockIdx.x * FS_GROUP_TILES; first < n; first += stride) {
+        size_t at = first + threadIdx.x;
+        chunk[threadIdx.x] = at < n ? partial[at] : 0.0;
+        most[threadIdx.x] = at < n ? largest[at] : 0;
+        __syncthreads();
+        for (unsigned half = SUM_THREADS / 2; half > 0; half /= 2) {
+            if (threadIdx.x < half && most[threadIdx.x + half] > most[threadIdx.x]) {
+                most[threadIdx.x] = most[threadIdx.x + half];
+            }
+            __syncthreads();
+        }
+        if (threadIdx.x == 0) {
+            size_t count = min_device(n - first, FS_GROUP_TILES);
+            double sum = 0.0;
+            for (size_t i = 0; i < count; i++) {
+                sum = sum + chunk[i];
+            }
+            partial[first] = sum;
+            largest[first] = most[0];
+        }
+        __syncthreads();
+    }
+}
+
+/* One block: n sums, each stride after the last, in index order, by one thread out of shared
+ * memory; magnitudes by all. Looks for a bad source itself, or leaves 1 in largest[0] where
+ * search_kernel is to. */
+static __global__ void
+finish_kernel(fs_sum_args args, size_t n, size_t stride, bool searches)
 {
     const double *partial = args.partial;
     const uint64_t *largest = args.largest;
@@ -210,8 +248,8 @@ finish_kernel(fs_sum_args args, size_t n)
     uint64_t mine = 0;
     for (size_t first = 0; first < n; first += SUM_THREADS) {
         size_t at = first + threadIdx.x;
-        chunk[threadIdx.x] = at < n ? partial[at] : 0.0;
-        mine = at < n && largest[at] > mine ? largest[at] : mine;
+        chunk[threadIdx.x] = at < n ? partial[at * stride] : 0.0;
+        mine = at < n && largest[at * stride] > mine ? largest[at * stride] : mine;
         __syncthreads();
         if (threadIdx.x == 0) {
             size_t count = min_device(n - first, SUM_THREADS);
@@ -231,18 +269,39 @@ finish_kernel(fs_sum_args args, size_t n)
     }
     bool finite = fs_f64_is_finite(fs_f64_of_bits(most[0]));
     int64_t bad = -1;
-    if (!finite && args.acc != NULL) {
+    if (!finite && args.acc != NULL && searches) {
         bad = find_bad_source(&args, (int *)(void *)chunk);
     }
     if (threadIdx.x == 0) {
         fs_sums *found = args.found;
-        if (args.accumulate && found->bad_source >= 0) {
-            bad = found->bad_source;
-        }
+        bool known = args.accumulate && found->bad_source >= 0;
         found->sumsq = sumsq;
         found->absmax = fs_f64_of_bits(most[0]);
         found->finite = finite ? 1 : 0;
-        found->bad_source = bad;
+        found->bad_source = known ? found->bad_source : bad;
+        if (!searches) {
+            args.largest[0] = !finite && args.acc != NULL && !known ? 1 : 0;
+        }
+    }
+}
+
+/* The same search, by all blocks: the lowest rank wins, which -1 is above as it counts without a
+ * sign. */
+static __global__ void
+search_kernel(fs_sum_args args)
+{
+    if (args.largest[0] == 0) {
+        return;
+    }
+    size_t stride = (size_t)gridDim.x * blockDim.x;
+    for (unsigned r = 0; r < args.src_n; r++) {
+        for (size_t at = (size_t)blockIdx.x * blockDim.x + threadIdx.x; at < args.n; at += stride) {
+            if (!fs_f64_is_finite(fs_load_f64(args.src[r], args.src_dtype, at))) {
+                (void)atomicMin((unsigned long long *)(void *)&args.found->bad_source,
+                                (unsigned long long)args.rank[r]);
+                return;
+            }
+        }
     }
 }
 
@@ -251,6 +310,31 @@ fs_cuda_sum_scratch_nbytes(size_t n)
 {
     size_t tiles = n / FS_TILE_N + (n % FS_TILE_N != 0);
     return tiles * (sizeof(double) + sizeof(uint64_t));
+}
+
+/* From the partials of tiles to what was found. finding: what that touches. */
+static fs_status
+launch_finish(fs_cuda_stream stream, const fs_sum_args *args, size_t tiles,
+              const fs_touched &finding, const char *what)
+{
+    size_t shared = SUM_THREADS * (sizeof(double) + sizeof(uint64_t));
+    size_t groups = tiles / FS_GROUP_TILES + (tiles % FS_GROUP_TILES != 0);
+    bool searches = args->n <= SEARCH_N;
+    if (groups > 1) {
+        FS_LAUNCH(group_kernel, fs_cuda_blocks(groups, 1), SUM_THREADS, shared, stream,
+                  fs_touched()
+                      .writes(args->partial, tiles * sizeof(double))
+                      .writes(args->largest, tiles * sizeof(uint64_t)),
+                  args->partial, args->largest, tiles);
+        FS_TRY(fs_cuda_launched(what));
+    }
+    FS_LAUNCH(finish_kernel, 1, SUM_THREADS, shared, stream, finding, *args,
+              groups > 1 ? groups : tiles, groups > 1 ? FS_GROUP_TILES : (size_t)1, searches);
+    FS_TRY(fs_cuda_launched(what));
+    if (!searches) {
+        FS_LAUNCH(search_kernel, SEARCH_BLOCKS, SUM_THREADS, 0, stream, finding, *args);
+    }
+    return fs_cuda_launched(what);
 }
 
 /* args lacks partial and largest, which lie in scratch. */
@@ -267,7 +351,7 @@ launch_sum(fs_cuda_stream stream, fs_sum_args *args, void *scratch, size_t scrat
     }
     args->partial = (double *)scratch;
     args->largest = (uint64_t *)scratch + tiles;
-    fs_touched finding = fs_touched().reads(scratch, needed).writes(args->found, sizeof(fs_sums));
+    fs_touched finding = fs_touched().writes(scratch, needed).writes(args->found, sizeof(fs_sums));
     if (args->n > 0) {
         size_t item = wide ? sizeof(double) : sizeof(float);
         size_t shared = item * SUM_TILES * (FS_TILE_N + SUM_PAD) +
@@ -283,12 +367,7 @@ launch_sum(fs_cuda_stream stream, fs_sum_args *args, void *scratch, size_t scrat
                   *args);
         FS_TRY(fs_cuda_launched(what));
     }
-    if (args->found == NULL) {
-        return FS_OK;
-    }
-    FS_LAUNCH(finish_kernel, 1, SUM_THREADS, SUM_THREADS * (sizeof(double) + sizeof(uint64_t)),
-              stream, finding, *args, tiles);
-    return fs_cuda_launched(what);
+    return args->found == NULL ? FS_OK : launch_finish(stream, args, tiles, finding, what);
 }
 
 extern "C" fs_status

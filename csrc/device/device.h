@@ -29,8 +29,10 @@
 #define FS_DEVICE_ABI 2u
 
 /* Elements of one tile: load, rule and store work on this many fp32 values in L1. Also the grid of
- * fp64 partial sums: one partial per tile, added in index order. */
+ * fp64 partial sums: one partial per tile; those of a group of FS_GROUP_TILES tiles are added in
+ * index order from 0, and then the groups, so that a device adds groups at the same time. */
 #define FS_TILE_N 1024
+#define FS_GROUP_TILES ((size_t)256)
 
 typedef struct fs_device fs_device;
 

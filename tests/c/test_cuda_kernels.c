@@ -3,6 +3,10 @@
 /* The CUDA library's device table, run by the stand-in for CUDA's runtime: the golden bits of the
  * CPU's tables, under shuffled orders of blocks, threads and streams. Operations are staged: arrays
  * to the device, the operation, arrays back. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
 #include "cuda/context.h"
 #include "cuda/device.h"
 #include "cuda/kernels.h"
@@ -223,6 +227,50 @@ test_refusals(void)
     CHECK(fs_sim_kernels() == 0, "%zu kernels ran after refusals", fs_sim_kernels());
 }
 
+/* More tiles than a group has, and more elements than one block looks for a bad source in: the
+ * CPU's sums to the bit, and the first source that is not finite, whoever finds it. */
+static void
+test_groups(void)
+{
+    enum { SOURCES = 3 };
+    size_t n = (FS_GROUP_TILES + 3) * FS_TILE_N + 7, nbytes = n * sizeof(float);
+    const fs_device *cpu;
+    float *src[SOURCES], *acc = malloc(nbytes);
+    CHECK_OK(fs_device_choose(&cpu));
+    for (size_t r = 0; r < SOURCES; r++) {
+        src[r] = malloc(nbytes);
+        CHECK(src[r] != NULL && acc != NULL, "no memory");
+        for (size_t i = 0; i < n; i++) {
+            src[r][i] = (float)((i * 2654435761u + r * 40503u) % 20011) / 10007.0f - 1.0f;
+        }
+    }
+    for (int bad = 0; bad < 2; bad++) {
+        fs_exec host = {.device = cpu};
+        fs_sums of_cpu = {.bad_source = -1}, of_gpu = {.bad_source = -1};
+        fs_sum sum = {.src = (const void *const *)src, .src_n = SOURCES, .src_dtype = FS_F32,
+                      .acc = acc, .acc_dtype = FS_F32, .n = n, .found = &of_cpu};
+        if (bad) {
+            src[1][n - 1] = INFINITY;
+            src[2][0] = NAN;
+        }
+        cpu->sum(&host, &sum);
+        sum.found = &of_gpu;
+        of_gpu = staged_sums(&sum);
+        CHECK(bad || memcmp(&of_gpu.absmax, &of_cpu.absmax, sizeof(double)) == 0, "%g, not %g",
+              of_gpu.absmax, of_cpu.absmax);
+        CHECK(bad || memcmp(&of_gpu.sumsq, &of_cpu.sumsq, sizeof(double)) == 0, "%a, not %a",
+              of_gpu.sumsq, of_cpu.sumsq);
+        CHECK(of_gpu.finite == (bad ? 0 : 1) && of_gpu.finite == of_cpu.finite, "finite: %d",
+              (int)of_gpu.finite);
+        CHECK(of_gpu.bad_source == (bad ? 1 : -1) && of_gpu.bad_source == of_cpu.bad_source,
+              "bad source %d", (int)of_gpu.bad_source);
+    }
+    for (size_t r = 0; r < SOURCES; r++) {
+        free(src[r]);
+    }
+    free(acc);
+}
+
 /* Sanitizers make fibers slow: one order is enough for what they look for. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define SEEDS 1
@@ -250,6 +298,7 @@ main(void)
         CHECK(fs_sim_kernels() > 500, "only %zu kernels ran", fs_sim_kernels());
         CHECK(fs_cuda_memory_held() == held, "%zu bytes are still held", fs_cuda_memory_held());
     }
+    test_groups();
     runtime->context_close(gpu.context);
     CHECK(fs_cuda_memory_held() == 0, "%zu bytes are still held", fs_cuda_memory_held());
     return 0;
