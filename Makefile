@@ -53,9 +53,11 @@ $(VENV)/with-plot: $(VENV)/made
 	@sh tools/venv.sh install $(VENV) "matplotlib>=3.7"
 	@touch $@
 
-# The extension itself: setup.py compiles what changed, and says the cure for what is missing.
+# The extension itself: setup.py compiles what changed, and says the cure for what is missing. The
+# bytecode of the package, once: tests write none, and each process they start would compile it anew.
 build: environment
 	@$(PY) setup.py -q build_ext --inplace
+	@$(PY) -m compileall -q python/flatshard
 	@sh tools/venv.sh editable $(VENV)
 
 # ---- the two commands ---------------------------------------------------------------------------
