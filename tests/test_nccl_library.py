@@ -107,6 +107,9 @@ SAME_FIELD(minCTAs, min_blocks);
 SAME_FIELD(maxCTAs, max_blocks);
 SAME_FIELD(netName, network);
 SAME_FIELD(splitShare, split_share);
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 26, 0)
+SAME_FIELD(trafficClass, traffic_class);
+#endif
 """
 
 

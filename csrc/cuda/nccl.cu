@@ -137,7 +137,7 @@ start(fs_engine *engine, const fs_engine_id *id)
 {
     nccl_config config = {sizeof config,  NCCL_CONFIG_MAGIC, NCCL_CONFIG_VERSION, 0,
                           NCCL_UNDEFINED, NCCL_UNDEFINED,    NCCL_UNDEFINED,      NULL,
-                          NCCL_UNDEFINED};
+                          NCCL_UNDEFINED, NCCL_UNDEFINED};
     nccl_id passed;
     std::memcpy(passed.bytes, id->bytes, sizeof passed.bytes);
     int result =

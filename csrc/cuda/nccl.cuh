@@ -36,6 +36,7 @@ struct nccl_config {
     int blocking, cga_cluster_size, min_blocks, max_blocks;
     const char *network;
     int split_share;
+    int traffic_class; /* of later versions; would be padding, and any number, without a name */
 };
 
 struct nccl_functions {
