@@ -16,6 +16,7 @@ static const char *const class_names[FS_MEM_CLASS_COUNT] = {
     [FS_MEM_MOMENTS] = "moments",           [FS_MEM_ACTIVATIONS] = "activations",
     [FS_MEM_WORKSPACE] = "workspace",       [FS_MEM_WINDOWS] = "windows",
     [FS_MEM_SPILL] = "spill",               [FS_MEM_CACHE] = "cache",
+    [FS_MEM_SCRATCH] = "scratch",
     [FS_MEM_CHECKPOINT] = "checkpoint",     [FS_MEM_BOOKKEEPING] = "bookkeeping",
 };
 

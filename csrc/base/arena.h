@@ -27,7 +27,8 @@ typedef enum fs_mem_class {
     FS_MEM_MASTER,       /* fp32 weights behind low-precision ones */
     FS_MEM_MOMENTS,      /* optimizer state */
     FS_MEM_ACTIVATIONS,  /* what forward keeps for backward */
-    FS_MEM_WORKSPACE,    /* scratch of kernels and of the model, logits slices, rotary tables */
+    FS_MEM_WORKSPACE,    /* scratch of the model, logits slices, rotary tables, transfers */
+    FS_MEM_SCRATCH,      /* scratch of a device's streams: partial sums, products' workspace */
     FS_MEM_WINDOWS,      /* half windows of collectives over private memory, control pages, log */
     FS_MEM_SPILL,        /* gradients that came out of turn, held privately */
     FS_MEM_CACHE,        /* keys and values while a model generates */

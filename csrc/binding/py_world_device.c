@@ -88,12 +88,30 @@ world_copy(PyObject *object, PyObject *args)
     return move(world, &to, "to", &from, fs_world_copy);
 }
 
+static PyObject *
+world_device_memory(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    fs_world *world = fs_py_world_get(object);
+    fs_device_memory memory = {0};
+    if (world == NULL) {
+        return NULL;
+    }
+    fs_status st = fs_world_device_memory(world, &memory);
+    if (st != FS_OK) {
+        return fs_raise(st, world);
+    }
+    return Py_BuildValue("nnn", (Py_ssize_t)memory.total, (Py_ssize_t)memory.free,
+                         (Py_ssize_t)memory.held);
+}
+
 const PyMethodDef fs_py_device_methods[] = {
     {"after_stream", world_after_stream, METH_O,
      "after_stream($self, stream, /)\n--\n\nWhat the rank's device is given from now on comes "
      "after what the stream was given."},
     {"stream_after", world_stream_after, METH_O,
      "stream_after($self, stream, /)\n--\n\nThe other way round."},
+    {"device_memory", world_device_memory, METH_NOARGS,
+     "device_memory($self, /)\n--\n\n(total, free, held by this process) bytes of the device."},
     {"copy", world_copy, METH_VARARGS,
      "copy($self, to, array, /)\n--\n\nDevice memory into device memory; does not wait."},
     {"fetch", world_fetch, METH_VARARGS,

@@ -187,6 +187,15 @@ fs_deadlines fs_world_deadlines(const fs_world *world);
 
 // ---- the rank's device --------------------------------------------------------------------------
 
+/* At least so much scratch for a stream of the rank's device; what it grows by is charged to the
+ * ledger. Before operations. */
+FS_NODISCARD fs_status
+fs_world_reserve(fs_world *world, fs_stream_id stream, size_t nbytes);
+
+/* What is there, free, and held by this process. FS_ESTATE on the CPU. */
+FS_NODISCARD fs_status
+fs_world_device_memory(fs_world *world, fs_device_memory *out);
+
 /* What the rank's compute stream is given from now on comes after what stream (a cudaStream_t of
  * its device; NULL: the legacy default stream) was given so far; or the other way round. FS_ESTATE
  * on the CPU. Neither waits. */

@@ -27,6 +27,29 @@ fs_world_stream_after(fs_world *world, void *stream)
     return world->exec->device->runtime->foreign_after(world->exec, stream);
 }
 
+fs_status
+fs_world_reserve(fs_world *world, fs_stream_id stream, size_t nbytes)
+{
+    FS_TRY(check_device(world));
+    const fs_exec *exec = world->exec;
+    const fs_runtime *runtime = exec->device->runtime;
+    size_t before = runtime->scratch_nbytes(exec->context);
+    fs_status st = runtime->reserve(exec->context, stream, nbytes);
+    size_t after = runtime->scratch_nbytes(exec->context);
+    fs_ledger_charge(&world->ledger, FS_MEM_SCRATCH, FS_HOME_DEVICE,
+                     after > before ? after - before : 0);
+    fs_ledger_discharge(&world->ledger, FS_MEM_SCRATCH, FS_HOME_DEVICE,
+                        before > after ? before - after : 0);
+    return st;
+}
+
+fs_status
+fs_world_device_memory(fs_world *world, fs_device_memory *out)
+{
+    FS_TRY(check_device(world));
+    return world->exec->device->runtime->memory(world->exec->context, out);
+}
+
 typedef struct event_wait {
     const fs_exec *exec;
     fs_event *event;

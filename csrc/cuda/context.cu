@@ -382,11 +382,21 @@ reserve(fs_context *context, fs_stream_id stream, size_t nbytes)
     return FS_OK;
 }
 
+static size_t
+scratch_nbytes(const fs_context *context)
+{
+    size_t sum = 0;
+    for (size_t nbytes : context->scratch_nbytes) {
+        sum += nbytes;
+    }
+    return sum;
+}
+
 /* Of the hungriest architecture that there are figures for: contexts of several may ask. */
 static size_t
 gemm_scratch_nbytes(void)
 {
-    return fs_cublas_workspace_nbytes(90);
+    return FS_GEMM_SCRATCH_NBYTES;
 }
 
 static void
@@ -507,6 +517,7 @@ extern "C" const fs_runtime fs_cuda_runtime = {
     pinned_open,
     pinned_close,
     reserve,
+    scratch_nbytes,
     fs_cuda_sum_scratch_nbytes,
     gemm_scratch_nbytes,
     copy,

@@ -103,7 +103,7 @@ fs_cublas_load(const char *const *paths, const char **out_description)
 extern "C" size_t
 fs_cublas_workspace_nbytes(int capability)
 {
-    return (size_t)(capability >= 90 ? 32 : 4) << 20;
+    return capability >= 90 ? FS_GEMM_SCRATCH_NBYTES : (size_t)4 << 20;
 }
 
 /* The stream first: setting it takes the workspace away again. */

@@ -8,7 +8,17 @@ extern "C" {
 #include "device.h"
 }
 
-static std::atomic<size_t> held_nbytes{0};
+/* Of each device; those beyond are counted together. */
+#define DEVICES_COUNTED 64
+static std::atomic<size_t> held_nbytes[DEVICES_COUNTED];
+
+static std::atomic<size_t> &
+held_here(void)
+{
+    int device = 0;
+    (void)cudaGetDevice(&device);
+    return held_nbytes[device < DEVICES_COUNTED ? device : DEVICES_COUNTED - 1];
+}
 
 /* An event and whether it stands for anything. */
 struct fs_cuda_event_of {
@@ -146,12 +156,15 @@ fs_cuda_memory_open(size_t nbytes, void **out)
         (void)cudaGetLastError();
         *out = NULL;
         FS_CUDA_TRY(cudaMemGetInfo(&available, &total));
-        return FS_FAIL(FS_ENOMEM, "device memory: asked for %zu bytes; %zu are taken by flatshard, "
-                                  "%zu free, %zu on the device in all",
-                       nbytes, held_nbytes.load(), available, total);
+        size_t held = held_here().load(), taken = total - available;
+        return FS_FAIL(FS_ENOMEM,
+                       "device memory: asked for %zu bytes; of %zu on the device in all %zu are "
+                       "allocated by flatshard, %zu reserved by CUDA, libraries and other "
+                       "processes, %zu free",
+                       nbytes, total, held, taken > held ? taken - held : 0, available);
     }
     FS_TRY(fs_cuda_check(code, "cudaMalloc"));
-    held_nbytes += nbytes;
+    held_here() += nbytes;
     return FS_OK;
 }
 
@@ -162,14 +175,14 @@ fs_cuda_memory_close(void *memory, size_t nbytes)
         return FS_OK;
     }
     FS_CUDA_TRY(cudaFree(memory));
-    held_nbytes -= nbytes;
+    held_here() -= nbytes;
     return FS_OK;
 }
 
 extern "C" size_t
 fs_cuda_memory_held(void)
 {
-    return held_nbytes.load();
+    return held_here().load();
 }
 
 extern "C" fs_status

@@ -49,7 +49,7 @@ fs_cuda_pinned_open(size_t nbytes, void **out);
 FS_NODISCARD fs_status
 fs_cuda_pinned_close(void *memory);
 
-/* Bytes of device memory that this process holds through fs_cuda_memory_open. */
+/* Bytes of the device's memory that this process holds through fs_cuda_memory_open. */
 size_t fs_cuda_memory_held(void);
 
 /* Copies nbytes in stream order, between devices and pinned host memory in any direction. */

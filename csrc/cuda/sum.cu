@@ -308,8 +308,7 @@ search_kernel(fs_sum_args args)
 extern "C" size_t
 fs_cuda_sum_scratch_nbytes(size_t n)
 {
-    size_t tiles = n / FS_TILE_N + (n % FS_TILE_N != 0);
-    return tiles * (sizeof(double) + sizeof(uint64_t));
+    return fs_sum_scratch_nbytes(n);
 }
 
 /* From the partials of tiles to what was found. finding: what that touches. */

@@ -34,6 +34,17 @@
 #define FS_TILE_N 1024
 #define FS_GROUP_TILES ((size_t)256)
 
+/* Scratch that a sum, or a sum of squares, of n elements needs on a device: of each tile its
+ * partial sum and its largest magnitude. */
+static inline size_t
+fs_sum_scratch_nbytes(size_t n)
+{
+    return (n / FS_TILE_N + (n % FS_TILE_N != 0)) * (sizeof(double) + sizeof(uint64_t));
+}
+
+/* The most that a device's products need: cuBLAS's workspace on Hopper, which it is given. */
+#define FS_GEMM_SCRATCH_NBYTES ((size_t)32 << 20)
+
 typedef struct fs_device fs_device;
 
 /* Where operations run: a table, and a rank's compute threads or its stream of a device. Owner: the

@@ -32,7 +32,7 @@ typedef enum fs_stream_id {
 /* Bytes of a device. */
 typedef struct fs_device_memory {
     size_t total, free;
-    size_t held; /* by this process through memory_open */
+    size_t held; /* of it, by this process through memory_open */
 } fs_device_memory;
 
 typedef struct fs_runtime {
@@ -63,6 +63,8 @@ typedef struct fs_runtime {
     void (*pinned_close)(fs_context *context, void *memory);
     /* Makes a stream's scratch (of sums and products) at least that large; before operations. */
     fs_status (*reserve)(fs_context *context, fs_stream_id stream, size_t nbytes);
+    /* Bytes of scratch of all streams. */
+    size_t (*scratch_nbytes)(const fs_context *context);
     /* What sum, sumsq need of it for n elements; and a product. */
     size_t (*sum_scratch_nbytes)(size_t n);
     size_t (*gemm_scratch_nbytes)(void);

@@ -65,8 +65,7 @@ fs_llama_open(const fs_llama_config *config, fs_shards *shards, bool checkpointi
     if (llama->runtime != NULL) {
         fs_context *context = llama->exec->context;
         FS_TRY_GOTO(llama->runtime->event_open(context, &llama->event), st, fail);
-        FS_TRY_GOTO(llama->runtime->reserve(context, llama->exec->stream,
-                                            llama->runtime->gemm_scratch_nbytes()),
+        FS_TRY_GOTO(fs_world_reserve(llama->world, llama->exec->stream, FS_GEMM_SCRATCH_NBYTES),
                     st, fail);
         /* No products: what does them is loaded, and told now if it is missing, not amid a step. */
         llama->exec->device->gemms(llama->exec, NULL, 0);

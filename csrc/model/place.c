@@ -321,6 +321,10 @@ fs_llama_plan(const fs_llama_config *config, const fs_layout *layout, const fs_p
         st = fs_llama_place(&form, FS_MODE_TRAIN, batch, length, length, layers, &arena, &host,
                             &at);
     }
+    size_t scratch = fs_shards_scratch_nbytes(layout); /* which is in the plan of the shards */
+    if (device && scratch < FS_GEMM_SCRATCH_NBYTES) {
+        fs_ledger_charge(plan, FS_MEM_SCRATCH, FS_HOME_DEVICE, FS_GEMM_SCRATCH_NBYTES - scratch);
+    }
     fs_free(layers);
     return st;
 }

@@ -314,11 +314,26 @@ fs_shards_plan(const fs_layout *layout, const fs_policy *policy, int moments_n, 
         fs_streams streams = {0};
         FS_TRY(fs_place_staging(layout, policy, &pool, &streams));
         FS_TRY(fs_place_pinned(layout, policy, rank, &pinned, &streams));
+        fs_ledger_charge(plan, FS_MEM_SCRATCH, FS_HOME_DEVICE,
+                         2 * fs_shards_scratch_nbytes(layout));
     }
     return FS_OK;
 }
 
 // ---- a device -----------------------------------------------------------------------------------
+
+static size_t
+transfer_n(const fs_extents *extents)
+{
+    return fs_min_size(extents->param_n, FS_TRANSFER_N);
+}
+
+size_t
+fs_shards_scratch_nbytes(const fs_layout *layout)
+{
+    const fs_extents extents = fs_extents_of(layout);
+    return fs_sum_scratch_nbytes(fs_max_size(extents.seg_n, transfer_n(&extents)));
+}
 
 fs_status
 fs_place_staging(const fs_layout *layout, const fs_policy *policy, fs_arena *arena,
@@ -338,7 +353,7 @@ fs_place_staging(const fs_layout *layout, const fs_policy *policy, fs_arena *are
     FS_TRY(fs_arena_take(arena, FS_MEM_GRADIENTS, nbytes, &streams->staging));
     streams->absent_nbytes = peers > 0 ? extents.run_n * width : 0;
     FS_TRY(fs_arena_take(arena, FS_MEM_GRADIENTS, streams->absent_nbytes, &streams->absent));
-    streams->transfer_n = fs_min_size(extents.param_n, FS_TRANSFER_N);
+    streams->transfer_n = transfer_n(&extents);
     return fs_arena_take(arena, FS_MEM_WORKSPACE, streams->transfer_n * FS_TRANSFER_WIDTH,
                          &streams->transfer);
 }
@@ -350,7 +365,8 @@ fs_place_pinned(const fs_layout *layout, const fs_policy *policy, int rank, fs_a
     const fs_precision *precision = &policy->precision;
     fs_offload *offload = &streams->offload;
     size_t segs_n = layout->cut_first[rank + 1] - layout->cut_first[rank];
-    streams->transfer_n = fs_min_size(fs_extents_of(layout).param_n, FS_TRANSFER_N);
+    const fs_extents extents = fs_extents_of(layout);
+    streams->transfer_n = transfer_n(&extents);
     FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE, segs_n * sizeof(fs_sums), &streams->found));
     FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE, streams->transfer_n * FS_TRANSFER_WIDTH,
                          &streams->landing));
@@ -359,7 +375,7 @@ fs_place_pinned(const fs_layout *layout, const fs_policy *policy, int rank, fs_a
                              (size_t)layout->params_n * sizeof *streams->firsts_here,
                              &streams->firsts_here));
     }
-    offload->n = policy->on_host.state ? fs_min_size(fs_extents_of(layout).seg_n, FS_OFFLOAD_N) : 0;
+    offload->n = policy->on_host.state ? fs_min_size(extents.seg_n, FS_OFFLOAD_N) : 0;
     for (int b = 0; b < 2 && offload->n > 0; b++) {
         if (!policy->on_host.grads) {
             FS_TRY(fs_arena_take(arena, FS_MEM_WORKSPACE,

@@ -199,6 +199,9 @@ FS_NODISCARD fs_status
 fs_shards_plan(const fs_layout *layout, const fs_policy *policy, int moments_n, int rank,
                bool device, fs_ledger *plan);
 
+/* Scratch that a device's compute stream has for shards of this layout, and its reduce stream. */
+size_t fs_shards_scratch_nbytes(const fs_layout *layout);
+
 /* Collective: layout hash and policy are compared first. Takes ownership of layout, on failure too.
  * Everything is zero. */
 FS_NODISCARD fs_status

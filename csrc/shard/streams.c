@@ -161,10 +161,9 @@ open_lists(fs_shards *shards)
     FS_TRY(fs_calloc(pieces_n, sizeof *streams->pieces, &streams->pieces));
     FS_TRY(fs_calloc(extents.runs * peers_n, sizeof *streams->sends, &streams->sends));
     FS_TRY(fs_calloc(extents.runs * peers_n, sizeof *streams->receives, &streams->receives));
-    size_t largest = fs_max_size(extents.seg_n, streams->transfer_n);
-    size_t scratch = streams->runtime->sum_scratch_nbytes(largest);
-    FS_TRY(streams->runtime->reserve(shards->exec->context, FS_STREAM_COMPUTE, scratch));
-    return streams->runtime->reserve(shards->exec->context, FS_STREAM_REDUCE, scratch);
+    size_t scratch = fs_shards_scratch_nbytes(shards->layout);
+    FS_TRY(fs_world_reserve(shards->world, FS_STREAM_COMPUTE, scratch));
+    return fs_world_reserve(shards->world, FS_STREAM_REDUCE, scratch);
 }
 
 static fs_status

@@ -500,6 +500,26 @@ class World:
         """
         return self._core.memory()
 
+    def device_memory(self) -> dict[str, int]:
+        """Bytes of this rank's GPU, whoever holds them.
+
+        Returns
+        -------
+        dict of str to int
+            "total" and "free" as the GPU says; "allocated": what this process took of it
+            through flatshard; "reserved": the rest, which no plan knows:
+            CUDA's context (some hundred MB for each process), NCCL's buffers, other libraries such
+            as torch, other processes.
+
+        Raises
+        ------
+        RuntimeError
+            The world computes on the CPU, or is closed.
+        """
+        total, free, allocated = self._core.device_memory()
+        reserved = max(0, total - free - allocated)
+        return {"total": total, "free": free, "allocated": allocated, "reserved": reserved}
+
     def log(self) -> Log:
         """What every rank has done in this world so far: operations, bytes, seconds, waits.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,46 @@ def check(ranks: int, stages: tuple[int, ...], n: int) -> None:
 
 def test_training_agrees_with_the_cpu(cuda: pathlib.Path) -> None:
     check(2, (0, 3), 2)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), (1, "fp32")])
+def test_the_plan_is_all_that_is_allocated(cuda: pathlib.Path, stage: int, precision: str) -> None:
+    """Row by row, scratch of kernels and cuBLAS's workspace among them; and of the device's own
+    count nothing is left over."""
+    sharding = flatshard.Sharding(stage=stage)
+    [planned] = flatshard.plan(
+        CONFIG, world_size=1, sharding=sharding, precision=precision, batch=(2, 9), device="cuda"
+    ).ranks
+
+    def rank(world: flatshard.World) -> None:
+        before = world.device_memory()
+        model = Llama.from_config(CONFIG, world=world, sharding=sharding, precision=precision)
+        optimizer = flatshard.AdamW(model, lr=1e-2)
+        ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 10), np.int32)
+        model.forward_backward(ids[:, :-1], ids[:, 1:])
+        assert optimizer.step().applied
+        held = {name: row[3] for name, row in world.memory().items()}
+        assert held == {name: row[2] for name, row in planned.items()}
+        assert held["scratch"] >= 32 << 20
+        now = world.device_memory()
+        assert now["allocated"] - before["allocated"] == sum(held.values())
+        assert now["total"] == now["free"] + now["allocated"] + now["reserved"]
+        with pytest.raises(MemoryError) as error:
+            flatshard.shard({"w": np.broadcast_to(np.float32(0), now["total"] // 4)}, world)
+        asked = re.search(r"asked for (\d+) bytes", str(error.value))
+        assert asked is not None and int(asked[1]) > 4 * now["total"]
+        for said in (
+            f"of {now['total']} on the device in all",
+            f"{now['allocated']} are allocated by flatshard",
+            f"{now['reserved']} reserved by",
+            f"{now['free']} free",
+        ):
+            assert said in str(error.value)
+        model.close()
+
+    flatshard.local_world(1, device="cuda", timeout=DEADLINE, threads=1).run(rank)
+    with pytest.raises(RuntimeError, match="computes on the CPU"):
+        flatshard.local_world(1).run(flatshard.World.device_memory)
 
 
 @pytest.mark.full
