@@ -19,6 +19,7 @@ import pytest
 
 import flatshard
 from flatshard.cli.__main__ import main
+from flatshard.cli.plan import of_run
 from flatshard.errors import ConfigError
 from flatshard.models.data import Tokens
 from flatshard.models.llama import Llama
@@ -521,6 +522,25 @@ def test_the_plan_is_what_a_run_holds(
     out = capsys.readouterr().out
     assert "does not fit in the 1.9 MiB of this host" in out and "master" in out
     assert main([*words, "--budget", "much"]) == 2
+
+
+def test_the_plan_of_a_run_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """None need be here: what lies in a GPU's memory does not count as the host's."""
+    words = ["plan", "tiny", "-n", "2", "--precision", "bf16", "--batch", "2", "--length", "32"]
+    assert main([*words, "--gather", "copy", "--json"]) == 0
+    cpu = json.loads(capsys.readouterr().out)
+    words += ["--device", "cuda"]
+    assert main([*words, "--device-budget", "1G", "--json"]) == 0
+    gpu = json.loads(capsys.readouterr().out)
+    assert gpu["memory"]["master"]["device"] == gpu["memory"]["master"]["rank"] > 0
+    assert gpu["total"]["host"] < cpu["total"]["host"] / 4
+    assert gpu["device_room"] == 10**9 and gpu["fits"]
+    assert main([*words, "--device-budget", "1M"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit in the 976.6 KiB of each GPU" in out and "its device" in out
+    config = TrainConfig(model="7b", stage=3, precision="bf16", device="cuda", optimizer="adamw")
+    held = of_run(config, 8, budget=32 * 10**9)  # the host of eight GPUs
+    assert held.device_nbytes > 10**10
 
 
 def test_a_killed_rank_is_in_the_result(corpus: Path, tmp_path: Path) -> None:

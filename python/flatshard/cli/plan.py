@@ -11,6 +11,7 @@ from typing import cast
 
 import flatshard
 
+from .. import _device
 from ..errors import ConfigError
 from ..models.options import TrainConfig
 from ..plan import _bytes as words_of
@@ -36,9 +37,13 @@ def main(arguments: Sequence[str]) -> int:
         it.add_argument(f"--{name}", type=int, default=default[name], help=f"({default[name]})")
     for name in ("precision", "gather", "partition", "optimizer"):
         it.add_argument(f"--{name}", default=default[name], help=f"({default[name]})")
+    it.add_argument("--device", default="cpu", help="cpu, or cuda: each rank on a GPU (cpu)")
     it.add_argument("--activation-checkpointing", action="store_true")
     it.add_argument(
         "--budget", metavar="BYTES", help="room of the host, as 16G or 800M (default: what is free)"
+    )
+    it.add_argument(
+        "--device-budget", metavar="BYTES", help="room of each rank's GPU (default: not compared)"
     )
     it.add_argument("--json", action="store_true", help="print one JSON object")
     options = it.parse_args(arguments)
@@ -54,21 +59,43 @@ def main(arguments: Sequence[str]) -> int:
         partition=options.partition,
         optimizer=options.optimizer,
         activation_checkpointing=options.activation_checkpointing,
+        device=options.device,
     )
     config.check()
     made = of_run(config, options.ranks)
-    room = memory()[1] if options.budget is None else read_bytes(options.budget)
-    fits = room is None or made.host_nbytes <= room
+    room = memory()[1] if options.budget is None else read_bytes("--budget", options.budget)
+    gpu = None
+    if options.device_budget is not None:
+        gpu = read_bytes("--device-budget", options.device_budget)
+    places = [
+        (needed, least, where)
+        for needed, least, where in (
+            (made.host_nbytes, room, "of this host"),
+            (made.device_nbytes, gpu, "of each GPU"),
+        )
+        if least is not None
+    ]
+    fits = all(needed <= least for needed, least, _ in places)
     if options.json:
         table = {
             name: {"rank": made.rank(0)[name], "host": nbytes} for name, nbytes in made.host.items()
         }
-        total = {"rank": made.rank_nbytes, "host": made.host_nbytes}
-        print(json.dumps({"memory": table, "total": total, "room": room, "fits": fits}, indent=1))
+        if made.device_nbytes:
+            for name, nbytes in made.device(0).items():
+                table[name]["device"] = nbytes
+        total = {
+            "rank": made.rank_nbytes,
+            "host": made.host_nbytes,
+            "device": made.device_nbytes,
+        }
+        rooms = {"room": room, "device_room": gpu}
+        print(json.dumps({"memory": table, "total": total, **rooms, "fits": fits}, indent=1))
     else:
         print(made.table())
-        if room is not None:
-            print(f"{'fits' if fits else 'does not fit'} in the {words_of(room)} of this host")
+        for needed, least, where in places:
+            print(
+                f"{'fits' if needed <= least else 'does not fit'} in the {words_of(least)} {where}"
+            )
     return 0 if fits else 1
 
 
@@ -105,14 +132,15 @@ def of_run(config: TrainConfig, ranks: int, *, budget: int | None = None) -> fla
         batch=(config.batch, config.length),
         checkpointing=config.activation_checkpointing,
         budget=budget,
+        device=_device.parse(config.device)[0],
     )
 
 
-def read_bytes(text: str) -> int:
+def read_bytes(option: str, text: str) -> int:
     """``800M`` and the like as bytes; letters are powers of 1000, ``Mi`` and the like of 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT]?)(i?)B?", text)
     if match is None:
-        raise ConfigError(f"--budget {text!r}: expected bytes, as 16G, 800M or 512Mi")
+        raise ConfigError(f"{option} {text!r}: expected bytes, as 16G, 800M or 512Mi")
     number, letter, binary = match.groups()
     power = " kMGT".index(letter or " ")
     return int(float(number) * (1024 if binary else 1000) ** power)
