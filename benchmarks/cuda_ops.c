@@ -4,9 +4,10 @@
  *     cuda_ops LIBRARY OPERATION NAME=NUMBER...  answers "verify" and "sample" on standard input
  *
  * OPERATION: copy nbytes; step numel; sum numel, sources; gemm m, n, k; attention, attention_grad
- * batch, length, q_heads, kv_heads, head_dim; all take times, the operations of one sample. verify
- * compares with the CPU's table bit by bit, or with fp64 sums; sample answers with seconds of one
- * operation, from when the device is idle until it is idle again. */
+ * batch, length, q_heads, kv_heads, head_dim; and those of cuda_rows.c. All take times, the
+ * operations of one sample. verify compares with the CPU's table bit by bit, or with fp64 sums;
+ * sample answers with seconds of one operation, from when the device is idle until it is idle
+ * again. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,35 +16,16 @@
 
 #include "base/checked.h"
 #include "base/math.h"
-#include "device/device.h"
 #include "device/plugin.h"
 
-#define ARRAYS_MAX 12
+#include "cuda_ops.h"
+
 #define CHECKED_N ((size_t)1 << 16) /* elements of large arrays that verify looks at */
 #define LR 1e-3f
 
-typedef struct bench {
-    fs_exec exec, cpu;
-    const fs_runtime *runtime;
-    fs_event *done;
-    void *arrays[ARRAYS_MAX]; /* device */
-    size_t nbytes[ARRAYS_MAX], arrays_n;
-    size_t times;
-    void (*run)(struct bench *);
-    void (*verify)(struct bench *);
-    size_t numel, sources; /* of step and sum; of copy: bytes */
-    fs_update update;
-    fs_sum sum;
-    const void *sources_at[64];
-    fs_sums *found; /* pinned */
-    fs_gemm gemm;
-    fs_attention attention;
-    bool backward;
-} bench;
+bench b;
 
-static bench b;
-
-static void
+void
 die(const char *text)
 {
     printf("error %s\n", text);
@@ -69,7 +51,7 @@ finish(void)
 
 // ---- arrays -------------------------------------------------------------------------------------
 
-static void *
+void *
 host(size_t nbytes)
 {
     void *memory = malloc(nbytes == 0 ? 1 : nbytes);
@@ -79,8 +61,7 @@ host(size_t nbytes)
     return memory;
 }
 
-/* Zeroed device memory. */
-static void *
+void *
 room(const char *what, size_t nbytes)
 {
     if (b.arrays_n == ARRAYS_MAX) {
@@ -91,9 +72,7 @@ room(const char *what, size_t nbytes)
     return b.arrays[b.arrays_n++];
 }
 
-/* n values of dtype between -size and size, the same for a seed; speeds depend on what bits are
- * like, so never zeros. A million are drawn and repeated. */
-static void *
+void *
 drawn(const char *what, size_t n, fs_dtype dtype, uint64_t seed, float size)
 {
     size_t each = fs_dtype_nbytes(dtype), period = n < 1000003 ? n : 1000003;
@@ -114,7 +93,16 @@ drawn(const char *what, size_t n, fs_dtype dtype, uint64_t seed, float size)
     return device;
 }
 
-static void
+void *
+upload(const char *what, const void *from, size_t nbytes)
+{
+    void *device = room(what, nbytes);
+    b.runtime->copy(&b.exec, device, from, nbytes);
+    finish();
+    return device;
+}
+
+void
 fetch(void *to, const void *device, size_t nbytes)
 {
     void *pinned = NULL;
@@ -125,8 +113,7 @@ fetch(void *to, const void *device, size_t nbytes)
     b.runtime->pinned_close(b.exec.context, pinned);
 }
 
-/* n elements as fp32. */
-static float *
+float *
 fetch_f32(const void *device, size_t n, fs_dtype dtype)
 {
     void *bytes = host(n * fs_dtype_nbytes(dtype));
@@ -137,7 +124,7 @@ fetch_f32(const void *device, size_t n, fs_dtype dtype)
     return x;
 }
 
-static void
+void
 same(const char *what, const void *got, const void *want, size_t nbytes)
 {
     if (memcmp(got, want, nbytes) != 0) {
@@ -461,7 +448,7 @@ open_attention(size_t batch, size_t length, size_t q_heads, size_t kv_heads, siz
 
 // ---- the program --------------------------------------------------------------------------------
 
-static size_t
+size_t
 option(int argc, char **argv, const char *name)
 {
     size_t length = strlen(name);
@@ -504,7 +491,7 @@ open_operation(const char *what, int argc, char **argv)
     } else if (strcmp(what, "attention") == 0 || strcmp(what, "attention_grad") == 0) {
         open_attention(OPTION(batch), OPTION(length), OPTION(q_heads), OPTION(kv_heads),
                        OPTION(head_dim), strcmp(what, "attention_grad") == 0);
-    } else {
+    } else if (!open_rows(what, argc, argv)) {
         (void)fprintf(stderr, "no operation %s\n", what);
         exit(2);
     }

@@ -1,7 +1,7 @@
 """A GPU: single operations against the chip and torch, whole steps in tokens/s and MFU, offload.
 
-Options: part=ops|attention|1b|7b|offload (default: all), layers=N of the shape (default: as many
-as fit, with everything that a case compares in memory at once), batch=2, length=4096,
+Options: part=ops|rows|attention|1b|7b|offload (default: all), layers=N of the shape (default: as
+many as fit, with everything that a case compares in memory at once), batch=2, length=4096,
 checkpointing=off,on, peak=989e12 (FLOP/s of the chip in bf16, dense, where its name is not known).
 
 With --smoke and without a library named by FLATSHARD_CUDA_LIBRARY, everything runs at tiny sizes
@@ -33,7 +33,7 @@ STAND_IN = ROOT / "build" / "ctest" / "plain" / "libfs_cuda.so"
 PEAKS = {"H200": 989.4e12, "H100": 989.4e12, "H20": 148e12, "A100": 312e12, "B200": 2250e12}
 GOAL_MFU = 0.60  # 7B shape, full recompute, recompute not counted
 GOAL_STEP = 0.90  # of the bandwidth of a device-to-device copy
-PARTS = ("ops", "attention", "1b", "7b", "offload")
+PARTS = ("ops", "rows", "attention", "1b", "7b", "offload")
 Open = Callable[[], Contender | None]
 
 
@@ -80,8 +80,8 @@ def find_chip(settings: Settings) -> Chip:
     flags = ["-O2", "-std=c11", "-ffp-contract=off", "-pthread", "-Icsrc"]
     flags.append(f'-DFS_BUILD_ID="{_core.build_id()}"')
     compiler = os.environ.get("CC", "cc").split()
-    source = str(ROOT / "benchmarks" / "cuda_ops.c")
-    make([*compiler, *flags, source, *sources, "-o", str(PROGRAM), "-ldl", "-lm"], "cuda_ops")
+    sources += [str(ROOT / "benchmarks" / name) for name in ("cuda_ops.c", "cuda_rows.c")]
+    make([*compiler, *flags, *sources, "-o", str(PROGRAM), "-ldl", "-lm"], "cuda_ops")
     asked = subprocess.run(
         [str(PROGRAM), library, "describe"], capture_output=True, text=True, timeout=120
     )
@@ -194,6 +194,33 @@ def op_cases(settings: Settings, chip: Chip) -> list[Case]:
     shapes = [(64, 48, 32)] if small else [(8192, 12288, 4096), (8192, 22016, 4096),
                                            (8192, 4096, 11008)]  # fmt: skip
     made += [product_case(settings, chip, *shape) for shape in shapes]
+    return made
+
+
+def row_cases(settings: Settings, chip: Chip) -> list[Case]:
+    """What memory bounds in a 7B-shaped model's step, beside a copy of as many bytes as must move:
+    each input read once, each result written once."""
+    rows, width, vocab = (64, 64, 96) if chip.smoke else (8192, 4096, 32000)
+    lines = 16 if chip.smoke else 2048  # of logits at a time
+    q_heads, kv_heads, dim = (4, 2, 16) if chip.smoke else (32, 32, 128)
+    times = 1 if chip.smoke else 20
+    packed = {"batch": 2, "length": rows // 2, "q_heads": q_heads, "kv_heads": kv_heads,
+              "head_dim": dim}  # fmt: skip
+    moved = 4 * rows * (q_heads + 2 * kv_heads) * dim
+    made = []
+    for what, nbytes, sizes in (
+        ("norm_grad", 10 * rows * width, {"rows": rows, "width": width}),
+        ("column_sum", 2 * rows * width, {"rows": rows, "width": width}),
+        ("xent", 6 * lines * vocab, {"rows": lines, "vocab": vocab}),
+        ("embed_grad", 2 * rows * width + 4 * vocab * width,
+         {"rows": rows, "width": width, "vocab": vocab}),
+        ("heads", moved, packed),
+        ("heads_grad", moved, packed),
+    ):  # fmt: skip
+        mine = ours(chip, f"flatshard: {what}", what, times=times, **sizes)
+        shape = ", ".join(f"{key} {value}" for key, value in sizes.items())
+        title = f"{what}, bf16, {shape}, {nbytes / 1e6:.1f} MB"
+        made.append(bound_case(settings, chip, title, nbytes, "", mine, []))
     return made
 
 
@@ -365,6 +392,8 @@ def cases(settings: Settings) -> Sequence[Case]:
     made: list[Case] = []
     if "ops" in parts:
         made += op_cases(settings, chip)
+    if "rows" in parts:
+        made += row_cases(settings, chip)
     if "attention" in parts:
         made += attention_cases(settings, chip)
     for size in ("1b", "7b"):
