@@ -168,7 +168,9 @@ def test_golden_losses_are_the_cpus() -> None:
         got = checks.run("cpu", precision, tiny=False, steps=30)[0]
         assert len(golden[precision]) == 30
         for step, (a, b) in enumerate(zip(got, golden[precision], strict=True)):
-            assert abs(a - b) <= 1e-4 * b, f"{precision}, step {step}: {a}, not {b}"
+            # A processor may round what bf16 multiplies, or not: 2^-9 of each operand.
+            bound = {"fp32": 1e-4, "bf16": 2e-3}[precision] * b
+            assert abs(a - b) <= bound, f"{precision}, step {step}: {a}, not {b}"
 
 
 def test_dry_run(tmp_path: pathlib.Path) -> None:
