@@ -346,6 +346,32 @@ def test_check_says_what_is_wrong(files: pathlib.Path, capsys: pytest.CaptureFix
         assert message in capsys.readouterr().err
 
 
+def test_check_calls_no_refused_key_done(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme"}}
+    path = "zero_optimization.offload_param"
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero, "nothing": 1}))
+    assert main(["config", "check", str(tmp_path / "ds.json"), "--json"]) == 2
+    fates = {k["key"]: k["fate"] for k in json.loads(capsys.readouterr().out)["keys"]}
+    assert fates[f"{path}.device"] == fates["nothing"] == "refused"
+    # Keys that contradict each other, each right by itself.
+    zero = {"stage": 2, "offload_param": {"device": "cpu"}}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    assert main(["config", "check", str(tmp_path / "ds.json"), "--json"]) == 2
+    fates = {k["key"]: k["fate"] for k in json.loads(capsys.readouterr().out)["keys"]}
+    assert fates[path] == "refused"
+
+
+def test_comments_of_json_are_noted() -> None:
+    comments = {"_comment": "ours", "//": "x", "comment": ["y"]}
+    values = {**comments, "zero_optimization": {"stage": 1, "_why": "small"}}
+    read = config.deepspeed(values, world_size=None)
+    noted = {key.path for key in read.keys if key.fate == "noted" and key.text == "a comment"}
+    assert noted == {*comments, "zero_optimization._why"}
+    assert read.sharding.stage == 1
+
+
 def test_check_shows_every_refused_key(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -308,11 +308,6 @@ def _of_deepspeed(
     zero: dict[str, Any] = {"stage": found.get("zero_stage", 2)}
     for part, short in (("offload_optimizer", "optimizer"), ("offload_param", "param")):
         home = found.get(f"offload_{short}_device", "none")
-        if home == "nvme":
-            reader.fail(
-                reader.where("deepspeed_config", f"offload_{short}_device"),
-                "is nvme: homes on disk are not there yet; the nearest that is offered is cpu",
-            )
         zero[part] = {"device": home}
     zero["stage3_gather_16bit_weights_on_model_save"] = found.get("zero3_save_16bit_model", False)
     values = {"zero_optimization": zero, "gradient_clipping": found.get("gradient_clipping", 1.0)}

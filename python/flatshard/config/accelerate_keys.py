@@ -7,6 +7,7 @@ from typing import Any
 
 from . import checks
 from .reading import Auto, Rule, done, noted, refused
+from .zero_keys import HOMES
 
 __all__ = ["DEEPSPEED", "ENVIRONMENT", "PARALLEL", "TOP", "VARIABLES"]
 
@@ -108,12 +109,14 @@ DEEPSPEED: Mapping[str, Rule] = {
         ),
         off=lambda v: v == "none",
         off_text="nothing is offloaded",
+        lacks=HOMES,
     ),
     "offload_param_device": done(
         checks.device,
         lambda v: 'Offload(params="cpu"): pinned memory beside a GPU; one home on the CPU',
         off=lambda v: v == "none",
         off_text="nothing is offloaded",
+        lacks=HOMES,
     ),
     "offload_optimizer_nvme_path": noted(checks.optional_text, "homes on disk are refused"),
     "offload_param_nvme_path": noted(checks.optional_text, "homes on disk are refused"),

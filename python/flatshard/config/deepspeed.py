@@ -341,11 +341,6 @@ def _offload(reader: Reader, zero: Mapping[str, Any]) -> Offload | None:
             if home == "none" and "device" in zero.get(part, {}):
                 reader.fail(f"zero_optimization.{old}", f"is true, but {path}.device is none")
             home, path = ("cpu" if home == "none" else home), f"zero_optimization.{old}"
-        if home == "nvme":
-            reader.fail(
-                f"{path}.device",
-                "is nvme: homes on disk are not there yet; the nearest that is offered is cpu",
-            )
         homes[part] = home
     if homes["offload_param"] == "cpu" and zero.get("stage", 0) != 3:
         reader.fail(

@@ -65,6 +65,8 @@ class Rule:
         Filled in place of "auto"; None: "auto" is refused.
     alias : str
         Another key that means the same; values are kept under that one.
+    lacks : mapping or None
+        Valid words that ask for what there is not, and what is said of them.
     """
 
     fate: Literal["done", "noted", "refused", "section"]
@@ -76,6 +78,7 @@ class Rule:
     rules: Mapping[str, Rule] | None = None
     auto: Auto | None = None
     alias: str = ""
+    lacks: Mapping[str, str] | None = None
 
 
 def done(
@@ -86,9 +89,12 @@ def done(
     alias: str = "",
     off: Callable[[Any], bool] = lambda value: False,
     off_text: str = "off",
+    lacks: Mapping[str, str] | None = None,
 ) -> Rule:
     """A key that decides something."""
-    return Rule("done", check, text, auto=auto, alias=alias, off=off, off_text=off_text)
+    return Rule(
+        "done", check, text, auto=auto, alias=alias, off=off, off_text=off_text, lacks=lacks
+    )
 
 
 def noted(check: Check, text: str, *, auto: Auto | None = None) -> Rule:
@@ -155,8 +161,13 @@ class Reader:
         return self.names.get(full, full)
 
     def fail(self, path: str, text: str) -> NoReturn:
-        """Raises ConfigError about a key."""
-        raise ConfigError(f"{self.source}: {path} {text}" if path else f"{self.source}: {text}")
+        """Raises ConfigError about a key, with the table so far: there it is refused."""
+        error = ConfigError(f"{self.source}: {path} {text}" if path else f"{self.source}: {text}")
+        if path and self.rows:
+            given = next((row.value for row in self.rows if row.path == path), None)
+            others = (row for row in self.rows if row.path != path)
+            error.keys = (*others, Key(path, given, "refused", text))
+        raise error
 
     def refuse(self, path: str, value: object, text: str) -> None:
         """Adds a refused line to the table; settle() raises for all of them."""
@@ -207,6 +218,9 @@ class Reader:
                 self.fail(_quoted(key), "is a key, and keys are strings")
             where = self.where(path, key)
             rule = rules.get(key)
+            if rule is None and _is_comment(key):
+                self.row(where, given, "noted", "a comment")
+                continue
             if rule is None:
                 self.refuse(where, given, _unknown(key, rules, paths))
                 continue
@@ -290,6 +304,8 @@ class Reader:
             )
 
     def _keep(self, rule: Rule, where: str, value: Any, auto: str) -> None:
+        if rule.lacks and isinstance(value, str) and value in rule.lacks:
+            self.fail(where, f"is {value}: {rule.lacks[value]}")
         off = value is not LATER and (value is not None or not auto) and rule.off(value)
         if rule.fate == "refused" and not off:
             hint = f"; the nearest that is offered is {rule.near}" if rule.near else ""
@@ -320,6 +336,11 @@ def _paths(rules: Mapping[str, Rule], path: str = "") -> dict[str, str]:
         for inner, where in _paths(rule.rules or {}, f"{path}{key}.").items():
             found.setdefault(inner, where)
     return found
+
+
+def _is_comment(key: str) -> bool:
+    """JSON has no comments: people write them as keys that no reader knows."""
+    return key.startswith("_") or key in ("comment", "//")
 
 
 def _unknown(key: str, rules: Mapping[str, Rule], known: Mapping[str, str]) -> str:

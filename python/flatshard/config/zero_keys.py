@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from . import checks
 from .reading import Auto, Rule, done, noted, refused, section
 
-__all__ = ["FILES", "REDUCED", "SCHEDULED", "ZERO"]
+__all__ = ["FILES", "HOMES", "REDUCED", "SCHEDULED", "ZERO"]
 
 flag = checks.flag
 _size = checks.integer(1)
 _size_or_off = checks.integer(0)
 
 
-def _offload_text(what: str) -> Any:
-    def text(value: str) -> str:
-        if value == "nvme":
-            return ""  # refused by the reader, which knows the path
-        return f'Offload({what}="cpu"): pinned memory beside a GPU; on the CPU there is one home'
+def _offload_text(what: str) -> str:
+    return f'Offload({what}="cpu"): pinned memory beside a GPU; on the CPU there is one home'
 
-    return text
+
+#: Homes that DeepSpeed has and flatshard has not.
+HOMES = {"nvme": "homes on disk are not there yet; the nearest that is offered is cpu"}
 
 
 def _is_none(value: object) -> bool:
@@ -42,7 +40,11 @@ _hidden_tens = Auto(("hidden_size",), lambda h: 10 * int(h), False)
 def _offload_section(what: str) -> dict[str, Rule]:
     rules = {
         "device": done(
-            checks.device, _offload_text(what), off=_is_none, off_text="nothing is offloaded"
+            checks.device,
+            _offload_text(what),
+            off=_is_none,
+            off_text="nothing is offloaded",
+            lacks=HOMES,
         ),
         "nvme_path": noted(checks.optional_text, "folder of homes on disk, which are refused"),
         "buffer_count": noted(_size, _OFFLOADED),
