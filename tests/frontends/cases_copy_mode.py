@@ -106,6 +106,26 @@ def touched_outside(world: fs.World) -> list[str]:
     return said
 
 
+def gradients_of_gradients(world: fs.World, gather: str) -> str:
+    """The gradient of a gradient's square against plain torch, or what is said instead."""
+    build, batch_of, loss_of = MODELS["mlp"]
+    module, alone = build(0), build(0)
+    kinds: Any = {"gather": gather}
+    ft.fully_shard(module, world=world, sharding=fs.Sharding(**kinds))
+    found = []
+    for one in (module, alone):
+        x = batch_of(1, 2)["x"].clone().requires_grad_()
+        loss = one(x).square().sum()
+        try:
+            (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        except NotImplementedError as error:
+            loss_of(module, batch_of(1, 2)).backward()  # all is well after the error
+            return str(error)
+        found.append(torch.autograd.grad(first.square().sum(), x)[0])
+    torch.testing.assert_close(*found)
+    return ""
+
+
 def calls(world: fs.World) -> dict[str, float]:
     """Modules called twice, not at all, alone, in two forwards before one backward, and after an
     exception: gradients equal those of an ordinary module."""

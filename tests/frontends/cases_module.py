@@ -142,6 +142,17 @@ def fsdp_policies(world: fs.World) -> None:
         ft.fully_shard(mlp(0), world=world, mp_policy="bf17")
     with raises(fs.ConfigError, "offload_policy"):
         ft.fully_shard(mlp(0), world=world, offload_policy="cpu")
+    with raises(TypeError, "mesh=", "world="):
+        ft.fully_shard(mlp(0), mesh=object())
+    with raises(TypeError, "wrld=", "units"):
+        ft.fully_shard(mlp(0), wrld=world)
+    normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with raises(fs.ConfigError, "1 is a BatchNorm1d", "float32", "bfloat16", "running_mean"):
+        ft.fully_shard(normed, world=world, mp_policy="bf16")
+    for name in ("running_mean", "running_var"):  # as the error says
+        setattr(normed[1], name, getattr(normed[1], name).bfloat16())
+    ft.fully_shard(normed, world=world, mp_policy="bf16")
+    assert normed(torch.randn(3, 4)).dtype is torch.bfloat16
     ignored = mlp(0)
     ft.fully_shard(ignored, world=world, ignored_params=[ignored.scale])  # type: ignore[list-item]
     assert not ft.is_sharded(ignored.scale)  # type: ignore[arg-type]

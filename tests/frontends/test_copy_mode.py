@@ -52,6 +52,12 @@ def test_touching_outside_raises(gang: Callable[[int], Gang]) -> None:
         assert "unshard(module)" in said[5]
 
 
+def test_gradients_of_gradients(gang: Callable[[int], Gang]) -> None:
+    for gather, words in (("view", ""), ("copy", "create_graph=True")):
+        for said in gang(2).run("cases_copy_mode:gradients_of_gradients", gather=gather):
+            assert words in said and bool(said) == bool(words), said
+
+
 def test_unusual_calls(gang: Callable[[int], Gang]) -> None:
     for differences in gang(2).run("cases_copy_mode:calls"):
         assert max(differences.values()) < 1e-6, differences

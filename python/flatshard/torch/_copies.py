@@ -184,6 +184,14 @@ class Copies(Held):
 
     def in_backward(self) -> int:
         """A gradient has come to something the module gave out. Gives the graph task's number."""
+        # In a backward autograd records just where its caller asked for create_graph=True.
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"rank {self.sharded.world.rank}: backward with create_graph=True through a module "
+                "whose Parameters have memory only while their unit runs: a second backward would "
+                'need them again. Shard it with Sharding(gather="view") (on the CPU), which keeps '
+                "them whole, or at stage 0 to 2 on the CPU"
+            )
         task = int(_task_id())
         if task not in self._callbacks:
             self._callbacks.add(task)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .._kinds import WEIGHT
+from ..errors import ConfigError
 from ..job import init
 from ..policy import Sharding, resolve
 from ..shard import Shards, _agree_on_values
@@ -21,7 +22,7 @@ from ._device import check_device, where_to_build
 from ._grads import Gradients
 from ._guards import check_worlds, install, refuse_torch_optimizers
 from ._held import hold
-from ._policies import read_precision, read_sharding
+from ._policies import read_precision, read_sharding, refuse_others
 from ._state import install_loading
 from ._units import Units, find_plan
 
@@ -57,6 +58,7 @@ class Sharded:
         self.links = plan.links
         dtypes = list(dict.fromkeys(m.parameter.dtype for m in plan.members))
         precision, self.casts, self.precision_from = read_precision(mp_policy, dtypes)
+        check_batch_norms(module, getattr(torch, precision.param), where_to_build(world), ignored)
         # A unit is copied out of the pool at once: on a GPU one buffer is enough, and on a host
         # there is none, shards are read in place.
         policy = resolve(
@@ -216,6 +218,45 @@ def check_members(members: Sequence[Any]) -> bool:
     return not bare
 
 
+def check_batch_norms(
+    module: torch.nn.Module, dtype: torch.dtype, device: torch.device, ignored: set[int]
+) -> None:
+    """Refuses a BatchNorm that torch cannot compute with weights of this dtype and the statistics
+    that it keeps: they are buffers, which sharding leaves as they are."""
+    asked: dict[torch.dtype, str | None] = {}
+    for path, part in module.named_modules():
+        if not isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+            continue
+        statistics, weight = part.running_mean, part.weight
+        if statistics is None or weight is None or id(weight) in ignored:
+            continue
+        kept = statistics.dtype
+        if kept == dtype:
+            continue
+        if kept not in asked:
+            asked[kept] = _batch_norm_fails(dtype, kept, device)
+        if asked[kept] is not None:
+            weights, buffers = (str(d).removeprefix("torch.") for d in (dtype, kept))
+            raise ConfigError(
+                f"{path or 'the module'} is a {type(part).__name__} whose statistics are {buffers} "
+                f"and whose weights would be {weights}, which torch does not compute on {device} "
+                f"({asked[kept]}). Convert them before fully_shard() "
+                f"(bn.running_mean = bn.running_mean.to(torch.{weights}), running_var likewise), "
+                'train in fp32 (mp_policy="fp32"), or use GroupNorm or LayerNorm'
+            )
+
+
+def _batch_norm_fails(dtype: torch.dtype, kept: torch.dtype, device: torch.device) -> str | None:
+    """What torch says against one element of these dtypes."""
+    ones = torch.ones(1, dtype=dtype, device=device)
+    mean, var = (torch.ones(1, dtype=kept, device=device) for _ in range(2))
+    try:
+        torch.nn.functional.batch_norm(ones.expand(2, 1), mean, var, ones, ones, training=True)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
 def fully_shard(
     module: torch.nn.Module,
     *,
@@ -226,6 +267,7 @@ def fully_shard(
     mp_policy: Any = None,
     offload_policy: Any = None,
     ignored_params: Iterable[torch.nn.Parameter] | None = None,
+    **others: Any,
 ) -> torch.nn.Module:
     """Shard a module's Parameters, gradients and optimizer state over the ranks. Collective.
 
@@ -254,6 +296,8 @@ def fully_shard(
         On the CPU "device" and "cpu" are one home.
     ignored_params : iterable of Parameter, optional
         Left as they are, private to each rank and not kept in step.
+    **others
+        Nothing: other arguments of torch's fully_shard are refused with what takes their place.
 
     Returns
     -------
@@ -263,7 +307,8 @@ def fully_shard(
     Raises
     ------
     TypeError
-        No Module, or a Parameter of another dtype than float32, bfloat16 and float16.
+        No Module, a Parameter of another dtype than float32, bfloat16 and float16, or an argument
+        that there is not.
     ValueError
         It is sharded already, with other arguments; or has Parameters that share memory without
         being one object.
@@ -283,6 +328,7 @@ def fully_shard(
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"fully_shard: expected a torch.nn.Module, got {type(module).__name__}")
+    refuse_others(others)
     asked = (_key(units), sharding, reshard_after_forward, mp_policy, offload_policy)
     present = _registry.find_module(module)
     if present is not None:

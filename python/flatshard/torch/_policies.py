@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,23 @@ from ..errors import ConfigError
 from ..policy import PRESETS, LossScale, MixedPrecision, Offload, Sharding
 from ._arrays import dtype_name
 
-__all__ = ["Casts", "read_offload", "read_precision", "read_sharding"]
+__all__ = ["Casts", "read_offload", "read_precision", "read_sharding", "refuse_others"]
+
+#: Arguments of torch's fully_shard that are not taken, and what takes their place.
+_OTHERS = {
+    "mesh": "say world= (a flatshard.World; by default all ranks of the launcher)",
+    "shard_placement_fn": "Parameters are sharded flat, so there is no dimension to choose; leave "
+    "it out",
+    "dp_mesh_dims": "say world= (a flatshard.World; by default all ranks of the launcher)",
+}
+
+
+def refuse_others(others: Mapping[str, Any]) -> None:
+    """TypeError for arguments that fully_shard does not take, with what takes their place."""
+    for name in others:
+        cure = _OTHERS.get(name, "it takes world, units, sharding, reshard_after_forward, "
+                           "mp_policy, offload_policy and ignored_params")  # fmt: skip
+        raise TypeError(f"fully_shard() takes no argument {name}=: {cure}")
 
 
 @dataclass(frozen=True)
