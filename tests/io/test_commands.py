@@ -53,6 +53,9 @@ def test_export_gives_what_save_pretrained_gives(run, capsys) -> None:
     for name in ("model.safetensors", "config.json"):
         left, right = (out / name).read_bytes(), (run / "hf" / name).read_bytes()
         assert left == right, name
+    assert main(["export", str(run / "run"), str(out)]) == 2
+    assert "not empty" in (said := capsys.readouterr().err) and "--force" in said
+    assert main(["export", str(run / "run"), str(out), "--force"]) == 0
     assert main(["export", str(run / "run"), str(run / "wide"), "--dtype", "float32"]) == 0
     assert json.loads((run / "wide" / "config.json").read_text())["torch_dtype"] == "float32"
 

@@ -29,6 +29,12 @@ LLAMA = converted.FIXTURES / "transformers"
 TIE = ("lm_head.weight", "model.embed_tokens.weight")
 
 
+def test_a_checkpoint_of_flatshard_hf_says_how_it_is_used(tmp_path) -> None:
+    (tmp_path / "flatshard-complete.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"flatshard\.hf.*resume_from_checkpoint.*--names"):
+        checkpoint.convert(tmp_path, tmp_path / "out")
+
+
 def test_a_folder_of_transformers_with_its_optimizer(tmp_path) -> None:
     """Numbers of a Trainer's optimizer become names, and all of it loads at another shape."""
     report = checkpoint.convert(LLAMA, tmp_path)

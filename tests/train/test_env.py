@@ -23,6 +23,7 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FLATSHARD_THREADS", "1")
     assert main(["env", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
+    assert {"numpy", "torch", "transformers", "accelerate"} <= set(report["packages"])
     assert report["isa"] in report["isas"]
     assert 1 <= report["cores"] <= (os.cpu_count() or 1)
     assert "OpenBLAS" in report["blas"] and "core" in report["blas"]

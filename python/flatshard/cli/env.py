@@ -22,6 +22,9 @@ from ..models.report import size
 
 __all__ = ["main", "report"]
 
+#: What flatshard works with where it is installed. Asked for by name: nothing is imported.
+PACKAGES = ("numpy", "torch", "transformers", "accelerate", "tokenizers", "matplotlib")
+
 
 def main(arguments: Sequence[str]) -> int:
     """Prints the report, as lines or as one JSON object."""
@@ -73,7 +76,7 @@ def report() -> dict[str, Any]:
         "blas": library,
         "cuda": cuda(),
         "processes": "yes" if hasattr(os, "memfd_create") else "no: ranks are threads here",
-        "packages": {name: version(name) for name in ("numpy", "tokenizers", "matplotlib")},
+        "packages": {name: version(name) for name in PACKAGES},
         "variables": {name: value for name in _core.env_table() if (value := os.environ.get(name))},
     }
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 
 from .. import checkpoint
+from ..errors import ConfigError
 
 __all__ = ["main"]
 
@@ -47,7 +48,15 @@ def main(arguments: Sequence[str]) -> int:
         help="of every weight; float32 is the master where there is one (default: the dtype that "
         "the model computes in)",
     )
+    parser.add_argument(
+        "--force", action="store_true", help="write into a folder that is not empty"
+    )
     options = parser.parse_args(arguments)
+    if not options.force and os.path.isdir(options.directory) and os.listdir(options.directory):
+        raise ConfigError(
+            f"{options.directory} is there already and not empty; name another, or say --force to "
+            "replace the weights in it"
+        )
     checkpoint.export(options.source, options.directory, dtype=options.dtype)
     copied = []
     for path in _beside(options.source):

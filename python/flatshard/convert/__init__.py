@@ -20,6 +20,8 @@ from ._write import Converted, Options, plan, write
 
 __all__ = ["Converted", "convert"]
 
+#: What ``flatshard.hf`` leaves in a folder as its last file.
+_MARKER = "flatshard-complete.json"
 _RULES = ("SGD", "Adam", "AdamW", "Lion", "Adagrad")
 
 
@@ -98,6 +100,12 @@ def convert(
         raise CheckpointError(f"{path}: there is no such file or folder")
     elif committed(path):
         raise CheckpointError(f"{path}: a checkpoint of flatshard already; load it, or export it")
+    elif names is None and os.path.isfile(os.path.join(path, _MARKER)):
+        raise CheckpointError(
+            f"{path}: saved by flatshard.hf, and needs no conversion: go on from it with "
+            "trainer.train(resume_from_checkpoint=...) or accelerator.load_state(...). To make a "
+            "checkpoint of flatshard.checkpoint of it all the same, give names= (--names)"
+        )
     options = Options(step, dtype, rule, ties, tuple(leave))
     other = None if optimizer is None else os.fspath(optimizer)
     with contextlib.ExitStack() as stack:
