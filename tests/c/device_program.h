@@ -65,14 +65,16 @@ check_same(const program *p, const outcome *got, const outcome *want)
 
 // ---- single waits -------------------------------------------------------------------------------
 
-static fs_context *watched; /* of rank 0 */
+static fs_context *_Atomic watched; /* of rank 0; other ranks ask whether it is theirs */
 static size_t waits_made, wait_left_out;
 static void (*real_after)(const fs_exec *, fs_event *);
 
 static void
 watch(fs_context *context, int rank)
 {
-    watched = rank == 0 ? context : watched;
+    if (rank == 0) {
+        watched = context;
+    }
 }
 
 #endif
