@@ -1,4 +1,5 @@
-"""Compiles and runs every program of tests/c: plainly, under sanitizers, and without processes."""
+"""Compiles and runs every program of tests/c: plainly and without processes; under sanitizers in
+make test-full, which .ci/run does in a stage of its own."""
 
 import os
 import pathlib
@@ -28,6 +29,12 @@ def cases() -> list[tuple[str, str]]:
         # Those for Arm need a cross compiler and an emulator: .ci/run has them.
         found += [(flavour, source.stem) for flavour in flavours - {"neon"}]
     return sorted(found)
+
+
+def marked() -> list[object]:
+    """The cases; those of sanitizers are for make test-full."""
+    full = {"asan": [pytest.mark.full], "tsan": [pytest.mark.full]}
+    return [pytest.param(*case, marks=full.get(case[0], [])) for case in cases()]
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
@@ -127,7 +134,7 @@ def programs(request: pytest.FixtureRequest, nothing_stays: None) -> Iterator[Pr
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize(("flavour", "name"), cases(), ids=lambda value: str(value))
+@pytest.mark.parametrize(("flavour", "name"), marked(), ids=lambda value: str(value))
 def test_program(flavour: str, name: str, programs: Programs) -> None:
     missing = programs.missing(flavour, name)
     if missing and os.environ.get("CI"):

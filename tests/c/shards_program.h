@@ -296,6 +296,8 @@ edit(rank_args *args, int step)
     float grad[MODEL_N];
     CALL(fs_grad_sums(shards, sums, largest));
     CALL(fs_load(shards, BAD_PARAM, FS_GRAD, 0, numel(BAD_PARAM), grad, FS_F32));
+    /* Every rank has read all parts before one writes its own. */
+    CALL(fs_barrier(fs_shards_world(shards)));
     for (size_t e = 0; e < numel(BAD_PARAM); e++) {
         grad[e] = 0.25f - grad[e];
     }

@@ -1,3 +1,4 @@
+// sanitizers: tsan
 // needs: c++
 // stand-in only
 /* Arrays of a device's rank in host memory: the bits of the CPU's run, whatever lives where; what

@@ -1,3 +1,4 @@
+// sanitizers: tsan
 // needs: c++
 // stand-in only
 /* Shards on a device: the same program runs on the CPU's table and on a GPU's, over the stand-in,
