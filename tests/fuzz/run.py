@@ -182,7 +182,8 @@ def planted_c(target: CTarget) -> float | None:
     name, text, other = target.plant
     source = copy / "csrc" / name
     source.write_text(source.read_text().replace(text, other))
-    make(f"SOURCE={copy / 'csrc'}", f"BUILD={copy}", f"TARGETS={target.name}")
+    here = copy.relative_to(ROOT)  # make knows no path with a blank
+    make(f"SOURCE={here / 'csrc'}", f"BUILD={here}", f"TARGETS={target.name}")
     started = time.monotonic()
     clean = run_c(target, copy / f"fuzz_{target.name}", PLANTED_SECONDS, "-planted")
     return None if clean else time.monotonic() - started
